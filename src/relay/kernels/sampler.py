@@ -103,6 +103,7 @@ class SlotState:
         self.output_counts[index] += generated
 
 
+@np.errstate(over="ignore", invalid="ignore")  # infinities are caught where they matter
 def draw(logits: NDArray[np.float32], state: SlotState, row: int = 0) -> SampledToken:
     """The next token of ``state``'s sequence given fp32 ``logits`` [vocab]; ``state`` is not changed.
 
@@ -132,19 +133,18 @@ def _adjust(raw: sm.F64, state: SlotState) -> sm.F64:
     """Penalties, then bias, then the min_tokens mask."""
     params = state.params
     logits = raw.copy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        if params.has_penalties:
-            ids, counts = state.seen_ids[: state.num_seen], state.output_counts[: state.num_seen]
-            inside = (ids >= 0) & (ids < len(raw))
-            ids, generated = ids[inside], counts[inside].astype(np.float64)
-            value = logits[ids]
-            value = np.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
-            value = value - params.frequency_penalty * generated
-            value = np.where(generated > 0, value - params.presence_penalty, value)
-            logits[ids] = value
-        inside = (state.bias_ids >= 0) & (state.bias_ids < len(raw))
-        ids = state.bias_ids[inside]
-        logits[ids] = logits[ids] + state.bias_values[inside]
+    if params.has_penalties:
+        ids, counts = state.seen_ids[: state.num_seen], state.output_counts[: state.num_seen]
+        inside = (ids >= 0) & (ids < len(raw))
+        ids, generated = ids[inside], counts[inside].astype(np.float64)
+        value = logits[ids]
+        value = np.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+        value = value - params.frequency_penalty * generated
+        value = np.where(generated > 0, value - params.presence_penalty, value)
+        logits[ids] = value
+    inside = (state.bias_ids >= 0) & (state.bias_ids < len(raw))
+    ids = state.bias_ids[inside]
+    logits[ids] = logits[ids] + state.bias_values[inside]
     if state.masking:
         logits[state.masked_ids[(state.masked_ids >= 0) & (state.masked_ids < len(raw))]] = -math.inf
     return logits
@@ -153,8 +153,7 @@ def _adjust(raw: sm.F64, state: SlotState) -> sm.F64:
 def _draw_noisy(adjusted: sm.F64, state: SlotState, row: int) -> int:
     """Temperature, min-p, top-k, top-p, then the highest of value plus noise."""
     params = state.params
-    with np.errstate(over="ignore"):
-        scaled = adjusted / params.temperature
+    scaled = adjusted / params.temperature
     best = float(scaled.max())
     if best == math.inf:
         raise InvalidLogits(row, "a logit overflowed when divided by the temperature")
