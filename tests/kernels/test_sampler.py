@@ -167,9 +167,9 @@ def test_bad_rows_are_named() -> None:
     assert raised.value.row == 1
     with pytest.raises(InvalidLogits, match="the logit of token 0 is inf"):
         draw(row(math.inf, 0), states[0])
-    with pytest.raises(InvalidLogits, match="every token is masked"):
+    with pytest.raises(InvalidLogits, match="no token is left to draw"):
         draw(row(-math.inf, -math.inf), states[1])
-    with pytest.raises(InvalidLogits, match="every token is masked"):
+    with pytest.raises(InvalidLogits, match="no token is left to draw"):
         draw(row(1, 2), SlotState(params(min_tokens=1, stop_token_ids=(0, 1)), 0, [0]))
     with pytest.raises(InvalidLogits, match="overflowed when penalties"):
         draw(row(1, 2), SlotState(params(repetition_penalty=1e-320), 0, [0, 1]))

@@ -116,7 +116,7 @@ def draw(logits: NDArray[np.float32], state: SlotState, row: int = 0) -> Sampled
     adjusted = _adjust(raw, state)
     best = float(adjusted.max())
     if best == -math.inf:
-        raise InvalidLogits(row, "every token is masked")
+        raise InvalidLogits(row, "no token is left to draw")
     if not best < math.inf:
         raise InvalidLogits(row, "a logit overflowed when penalties and bias were applied")
     token = int(np.argmax(adjusted)) if state.params.greedy else _draw_noisy(adjusted, state, row)
@@ -155,6 +155,8 @@ def _draw_noisy(adjusted: sm.F64, state: SlotState, row: int) -> int:
     params = state.params
     scaled = adjusted / params.temperature
     best = float(scaled.max())
+    if best == -math.inf:
+        raise InvalidLogits(row, "no token is left to draw")
     if best == math.inf:
         raise InvalidLogits(row, "a logit overflowed when divided by the temperature")
     floor = best + sm.log_of(params.min_p) if params.min_p > 0 else -math.inf

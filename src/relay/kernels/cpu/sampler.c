@@ -21,7 +21,7 @@ typedef struct { /* mirrored by _Draw in sampler.py */
     int32_t num_seen, num_bias, num_masked, has_penalties;
 } relay_draw;
 
-enum { DRAWN = 0, BAD_LOGIT = 1, ALL_MASKED = 2, OVERFLOW_ADJUSTED = 3, OVERFLOW_SCALED = 4 };
+enum { DRAWN = 0, BAD_LOGIT = 1, NOTHING_LEFT = 2, OVERFLOW_ADJUSTED = 3, OVERFLOW_SCALED = 4 };
 
 typedef struct {
     int32_t vocab, blocks;
@@ -315,7 +315,7 @@ static int32_t draw_noisy(scratch *s, const relay_draw *d, double best, int32_t 
 static int draw(const float *logits, const relay_draw *d, float raw_best, scratch *s, int32_t *token) {
     int plain = !d->has_penalties && !d->num_bias && !d->num_masked;
     int greedy = d->temperature < 1e-5;
-    if (plain && raw_best == -INFINITY) return ALL_MASKED;
+    if (plain && raw_best == -INFINITY) return NOTHING_LEFT;
     if (plain && greedy) {
         *token = first_equal(logits, s->vocab, raw_best);
         return DRAWN;
@@ -324,14 +324,14 @@ static int draw(const float *logits, const relay_draw *d, float raw_best, scratc
     if (status) return status;
     if (greedy) {
         double best = find_maxima(s);
-        if (best == -INFINITY) return ALL_MASKED;
+        if (best == -INFINITY) return NOTHING_LEFT;
         *token = first_value(s, best);
         return DRAWN;
     }
     if (d->temperature != 1.0)
         for (int32_t i = 0; i < s->blocks * BLOCK; i++) s->z[i] = s->z[i] / d->temperature;
     double best = find_maxima(s);
-    if (best == -INFINITY) return ALL_MASKED;
+    if (best == -INFINITY) return NOTHING_LEFT;
     if (!(best <= DBL_MAX)) return OVERFLOW_SCALED;
     int32_t survivors = -1;
     if (d->min_p > 0 || d->top_k > 0) {

@@ -16,7 +16,7 @@ from relay.kernels.sampler import InvalidLogits, SlotState
 
 _DRAWN, _BAD_LOGIT = 0, 1
 _REASONS = {  # the words of relay.kernels.sampler
-    2: "every token is masked",
+    2: "no token is left to draw",
     3: "a logit overflowed when penalties and bias were applied",
     4: "a logit overflowed when divided by the temperature",
 }
