@@ -243,6 +243,15 @@ class CpuBackend:
             "probe": probe_digest(self.isa, self._kv_dtype),
         }
 
+    def run_fma(self, items: int) -> int:
+        """Floating-point operations of a loop of independent fmas on all threads: the benchmark's peak."""
+        self._library.relay_measure_fma(self._pool, items)
+        return items * 20_000 * 12 * 16 * 2
+
+    def run_read(self, data: np.ndarray) -> None:
+        """Sum float32 ``data`` (a multiple of 16,384 long) on all threads: the benchmark's memory bandwidth."""
+        self._library.relay_measure_read(self._pool, data.ctypes.data, data.size)
+
     def close(self) -> None:
         """End the threads and drop the memory; idempotent."""
         if self._pool:
