@@ -179,6 +179,10 @@ class CpuBackend:
         vocab = self._loaded().program.geometry.vocab
         return self._buffers[Buffer.L][: self._num_captured, :vocab].copy()
 
+    def buffer(self, buffer: Buffer) -> np.ndarray:
+        """fp32 [rows, width] of ``buffer`` as the last run left it: a view, for tests and comparisons."""
+        return self._buffers[buffer][:, : self._loaded().program.geometry.width(buffer)]
+
     def kv_bytes_per_token_layer(self) -> int:
         """See ``Backend.kv_bytes_per_token_layer``."""
         return 2 * self._loaded().program.geometry.kv_width * _KV_BYTES[self._kv_dtype]
