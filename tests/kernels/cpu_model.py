@@ -61,7 +61,9 @@ def rope_tables(geometry: Geometry) -> dict[str, np.ndarray]:
     return {"rope.cos": np.cos(angles).astype(np.float32), "rope.sin": np.sin(angles).astype(np.float32)}
 
 
-def attention_backend(geometry: Geometry, isa: str, threads: int, num_blocks: int, block_size: int, dtype: str) -> CpuBackend:
+def attention_backend(
+    geometry: Geometry, isa: str, threads: int, num_blocks: int, block_size: int, dtype: str
+) -> CpuBackend:
     """One layer: rotary embedding, cache write and attention on whatever QKV holds."""
     backend = CpuBackend(threads, isa, max_tokens=1024, max_sampled=16)
     program = Program((RopeWriteKv(0), Attend(0, geometry.head_dim**-0.5)), geometry)
@@ -87,7 +89,9 @@ def batch_of(parts: Sequence[Part], capture: bool = True) -> Batch:
     for row, part in enumerate(parts):
         tables[row, : len(part.block_table)] = part.block_table
     counts = [part.last - part.first for part in parts]
-    ids = [part.token_ids if part.token_ids is not None else [0] * count for part, count in zip(parts, counts, strict=True)]
+    ids = [
+        part.token_ids if part.token_ids is not None else [0] * count for part, count in zip(parts, counts, strict=True)
+    ]
     return Batch(
         token_ids=np.concatenate([np.asarray(row, np.int32) for row in ids]),
         positions=np.concatenate([np.arange(part.first, part.last, dtype=np.int32) for part in parts]),
@@ -119,7 +123,9 @@ def model_program(geometry: Geometry = MODEL_GEOMETRY) -> Program:
             SiluMul(),
             Linear(Buffer.U, Buffer.X, f"{layer}.down", accumulate=True),
         ]
-    return Program((*ops, SelectRows(), RmsNorm(Buffer.S, Buffer.S, "norm", 1e-5), Linear(Buffer.S, Buffer.L, "head")), geometry)
+    return Program(
+        (*ops, SelectRows(), RmsNorm(Buffer.S, Buffer.S, "norm", 1e-5), Linear(Buffer.S, Buffer.L, "head")), geometry
+    )
 
 
 def model_weights(encoding: Encoding, geometry: Geometry = MODEL_GEOMETRY, seed: int = 0) -> DictWeights:
@@ -137,11 +143,20 @@ def model_weights(encoding: Encoding, geometry: Geometry = MODEL_GEOMETRY, seed:
             weights.matrices[f"{layer}.{name}"] = packing.pack_matrix(random_source(n, k, encoding, rng))
     for name in ("embed", "head"):
         weights.matrices[name] = packing.pack_matrix(random_source(geometry.vocab, geometry.hidden, encoding, rng))
-    sizes = {"norm": geometry.hidden, "qkv.bias": geometry.qkv_width, "q_norm": geometry.head_dim, "k_norm": geometry.head_dim}
+    sizes = {
+        "norm": geometry.hidden,
+        "qkv.bias": geometry.qkv_width,
+        "q_norm": geometry.head_dim,
+        "k_norm": geometry.head_dim,
+    }
     for name, size in sizes.items():
         weights.vectors[name] = (1 + 0.1 * rng.standard_normal(size)).astype(np.float32)
     return weights
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )

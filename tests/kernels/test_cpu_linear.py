@@ -17,7 +17,9 @@ ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257)
 class LinearRunner:
     """L = S @ w.T on one backend; rows are the sampled rows of one-token sequences."""
 
-    def __init__(self, matrix: PackedMatrix, isa: str, threads: int, bias: np.ndarray | None = None, accumulate: bool = False):
+    def __init__(
+        self, matrix: PackedMatrix, isa: str, threads: int, bias: np.ndarray | None = None, accumulate: bool = False
+    ):
         geometry = Geometry(1, matrix.k, 16, 1, 1, 16, matrix.n, 16)
         self.backend = CpuBackend(threads, isa, max_tokens=512, max_sampled=512)
         op = Linear(Buffer.S, Buffer.L, "w", bias=None if bias is None else "b", accumulate=accumulate)
@@ -58,7 +60,9 @@ def chain(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     isa=st.sampled_from(FMA_ISAS),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_equals_the_chain(encoding: Encoding, n: int, groups: int, rows: int, threads: int, isa: str, seed: int) -> None:
+def test_equals_the_chain(
+    encoding: Encoding, n: int, groups: int, rows: int, threads: int, isa: str, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     matrix = packing.pack_matrix(random_source(n, groups * 32, encoding, rng))
     bias = rng.standard_normal(n).astype(np.float32)
