@@ -44,7 +44,9 @@ def difference(name: str, expected: SequenceOutput, actual: SequenceOutput) -> s
     for kind in ("logit_digests", "kv_digests", "logprobs"):
         left, right = getattr(expected, kind), getattr(actual, kind)
         if left != right:
-            first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+            first = next(
+                (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+            )
             return f"{name}: {kind} part at {first} of {len(left)}"
     return None
 

@@ -55,7 +55,10 @@ def verify_requests(
         ("sampled", params(temperature=0.9, seed=11)),
         ("top-k top-p", params(temperature=1.1, top_k=50, top_p=0.9, seed=12)),
         ("min-p", params(temperature=1.3, min_p=0.05, seed=13)),
-        ("penalties", params(temperature=0.7, frequency_penalty=0.5, presence_penalty=0.4, repetition_penalty=1.1, seed=14)),
+        (
+            "penalties",
+            params(temperature=0.7, frequency_penalty=0.5, presence_penalty=0.4, repetition_penalty=1.1, seed=14),
+        ),
         ("bias logprobs", params(temperature=0.8, logit_bias={some_id: -5.0}, logprobs=3, seed=15)),
     ]
     requests = [
@@ -69,7 +72,9 @@ def verify_requests(
     ]
     requests += [VerifyRequest(name, encode(QUESTIONS[i % 4] + " " + MANUAL), p) for i, (name, p) in enumerate(sampled)]
     requests += [
-        VerifyRequest(f"shared prefix {i}", encode(story + question), params(temperature=0.6 * (i % 2), seed=30 + i), shared=True)
+        VerifyRequest(
+            f"shared prefix {i}", encode(story + question), params(temperature=0.6 * (i % 2), seed=30 + i), shared=True
+        )
         for i, question in enumerate(QUESTIONS)
     ]
     return requests
