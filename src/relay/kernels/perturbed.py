@@ -1,7 +1,7 @@
 """Backends made wrong on purpose, by the smallest possible amount: the test of ``relay verify`` itself.
 
-``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is moved by one unit in the last place.
-Both must turn the verification red; nothing else uses this module.
+``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
+moved by one unit in the last place. Both must turn the verification red; nothing else uses this module.
 """
 
 from typing import Literal

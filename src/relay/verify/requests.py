@@ -1,4 +1,4 @@
-"""The requests of ``relay verify``: greedy and sampled, short and long, with and without a shared prefix, every sampling parameter."""
+"""The requests of ``relay verify``: greedy and sampled, short and long, shared prefixes, every sampling parameter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ STORY = (
     "gulls mattered, he answered that nothing which can be counted is quite without meaning, and went back to his lamp. "
 )
 MANUAL = (
-    "To replace the filter, close the main valve and wait until the pressure gauge reads zero. Unscrew the housing with the supplied "
-    "wrench, turning it against the clock. Remove the old cartridge, rinse the housing with clean water, and inspect the seal for "
+    "To replace the filter, close the main valve and wait until the pressure gauge reads zero. Unscrew the housing with the "
+    "supplied wrench, turning it against the clock. Remove the old cartridge, rinse the housing with clean water, and inspect the seal for "
     "cracks. If the seal is damaged, replace it before you continue. Insert the new cartridge with the arrow pointing towards the "
     "outlet, screw the housing back on by hand, and open the valve slowly while you watch for leaks. "
 )
