@@ -14,7 +14,7 @@ STORY = (
 )
 MANUAL = (
     "To replace the filter, close the main valve and wait until the pressure gauge reads zero. Unscrew the housing with the "
-    "supplied wrench, turning it against the clock. Remove the old cartridge, rinse the housing with clean water, and inspect the seal for "
+    "supplied wrench, turning it against the clock. Remove the old cartridge, rinse the housing with water, inspect the seal for "
     "cracks. If the seal is damaged, replace it before you continue. Insert the new cartridge with the arrow pointing towards the "
     "outlet, screw the housing back on by hand, and open the valve slowly while you watch for leaks. "
 )
