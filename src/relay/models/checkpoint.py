@@ -5,26 +5,13 @@ from typing import Protocol
 
 import numpy as np
 
-from relay.kernels.weights import Encoding
+from relay.kernels.packing import MatrixSource
 from relay.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class SourceMatrix:
-    """One matrix [n, k] as the file stores it, rows in order.
-
-    ``rows``: fp32 / uint16 (BF16 bits) / fp16 [n, k], or for Q8_0 and Q4_1 the raw GGUF blocks as uint8 [n, row bytes].
-    """
-
-    encoding: Encoding
-    n: int
-    k: int
-    rows: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """All that concerns text: ``json`` is a tokenizer.json; ``special_tokens`` maps roles (``bos_token``…) to their text.
+    """All that concerns text: ``json`` is a tokenizer.json ("" if the model has none); ``special_tokens`` maps roles (``bos_token``…) to their text.
 
     ``generation`` holds generation_config.json's defaults (temperature and so on), empty if the model has none.
     """
@@ -44,7 +31,7 @@ class Checkpoint(Protocol):
     @property
     def tokenizer(self) -> TokenizerFiles: ...
 
-    def matrix(self, name: str) -> SourceMatrix:
+    def matrix(self, name: str) -> MatrixSource:
         """Raises CorruptModelError, naming file and tensor, if it is missing or damaged."""
         ...
 
