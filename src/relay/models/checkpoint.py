@@ -11,8 +11,9 @@ from relay.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """All that concerns text: ``json`` is a tokenizer.json ("" if the model has none); ``special_tokens`` maps roles (``bos_token``…) to their text.
+    """All that concerns text. ``json`` is a tokenizer.json ("" if the model has none).
 
+    ``special_tokens`` maps roles (``bos_token``…) to their text;
     ``generation`` holds generation_config.json's defaults (temperature and so on), empty if the model has none.
     """
 

@@ -48,7 +48,9 @@ class _Reader(gguf.GGUFReader):
                 count *= extent
             end = start_offs + int(offset[0]) + count * size // block
             if end > len(self.data):
-                raise ValueError(f"truncated: tensor {bytes(name).decode()} ends {end - len(self.data)} bytes after the end")
+                raise ValueError(
+                    f"truncated: tensor {bytes(name).decode()} ends {end - len(self.data)} bytes after the end"
+                )
         super()._build_tensors(start_offs, fields)
 
 
@@ -118,7 +120,9 @@ class GgufSource:
         try:
             return np.ascontiguousarray(gguf.dequantize(data, tensor.tensor_type), np.float32)
         except NotImplementedError as error:
-            raise CorruptModelError(f"{self._path}: tensor {tensor.name}: {tensor.tensor_type.name} is not served") from error
+            raise CorruptModelError(
+                f"{self._path}: tensor {tensor.name}: {tensor.tensor_type.name} is not served"
+            ) from error
 
     def _q4_0_fits(self, data: np.ndarray) -> bool:
         """Whether every -8 * scale is a finite float16."""
@@ -155,7 +159,9 @@ class GgufSource:
             self._refuse(f"{self._architecture}.rope.dimension_count is not the head's size {head_dim}: not served")
         window = self._integer("attention.sliding_window", 0)
         if 0 < window < positions:
-            self._refuse(f"{self._architecture}.attention.sliding_window {window} is shorter than the context: not served")
+            self._refuse(
+                f"{self._architecture}.attention.sliding_window {window} is shorter than the context: not served"
+            )
         kv_heads = self._integer("attention.head_count_kv", heads)
         if min(hidden, heads, kv_heads, head_dim, positions) <= 0 or heads % kv_heads or head_dim % 2:
             self._refuse(f"impossible sizes: hidden {hidden}, heads {heads}, kv heads {kv_heads}, head size {head_dim}")
@@ -198,7 +204,12 @@ class GgufSource:
             original = self._integer("rope.scaling.original_context_length", positions)
             attention = self._number("rope.scaling.attn_factor", 1.0) * yarn_attention_factor(factor)
             return RopeConfig(
-                theta, "yarn", factor, original_max_position=original, attention_factor=attention, frequency_factors=factors
+                theta,
+                "yarn",
+                factor,
+                original_max_position=original,
+                attention_factor=attention,
+                frequency_factors=factors,
             )
         self._refuse(f"{self._architecture}.rope.scaling.type {kind!r} is not served (none, linear, yarn)")
 

@@ -9,7 +9,7 @@ import numpy as np
 from relay.errors import CorruptModelError
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 class SafetensorsFile:
