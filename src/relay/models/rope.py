@@ -39,7 +39,7 @@ def rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """(fp32 [head_dim / 2], factor on cos and sin) of a variant; each follows transformers' order of fp32 operations."""
     powers = _powers(rope.theta, head_dim)
-    inverse = np.float32(1.0) / powers
+    inverse: np.ndarray = np.float32(1.0) / powers
     if rope.kind == "linear":
         inverse = inverse / np.float32(rope.factor)
     elif rope.kind == "llama3":

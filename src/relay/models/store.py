@@ -1,7 +1,6 @@
 """From a MODEL argument to an open pack: local path, short name, cached pack, or Hub repository.
 
-Cache folder: ``packs/NAME.pack`` (NAME is a short name, ``org--name`` of a repository, or ``local-STEM-PATHKEY-STATKEY`` for
-files outside the cache) and ``files/`` with the fetched GGUF. A pack made from local files is found again by their path,
+The cache folder's layout is in ``cache.py``. A pack made from local files is found again by their path,
 sizes and times, so an edited file is packed anew.
 """
 
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from relay.errors import CorruptModelError, ModelNotFoundError
 from relay.kernels.program import Program
+from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
 from relay.models.chat_template import ChatTemplate, ChatTemplateError
 from relay.models.checkpoint import Checkpoint, TokenizerFiles
@@ -120,37 +120,39 @@ class ModelStore:
 
     @property
     def packs_dir(self) -> Path:
-        return self.cache_dir / "packs"
+        return packs_dir(self.cache_dir)
 
     def open(self, argument: str, storage: Storage = "native") -> LoadedModel:
         """As ``open_model``."""
         name, path = self._resolve(argument, storage)
-        pack = Pack(path, rebuild=f"relay model pull {argument}")
+        source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
+        pack = Pack(path, rebuild=f"relay model pull {source}")
         return LoadedModel(name, pack, build_program(pack.config))
 
     def pull(self, argument: str, storage: Storage = "native") -> LoadedModel:
-        """``open``, and a damaged pack in the cache is packed anew instead of refused."""
-        with contextlib.suppress(CorruptModelError):
-            model = self.open(argument, storage)
-            model.pack.verify()
-            return model
-        name, path = self._place(argument, storage)
-        if path is not None and path.is_relative_to(self.cache_dir):
-            path.unlink(missing_ok=True)
-        return self.open(name if path is None else argument, storage)
+        """``open`` after reading every byte of a cached pack; a damaged one is dropped and made anew."""
+        path = self._place(argument, storage)[1]
+        if path.parent == self.packs_dir and path.exists():
+            try:
+                Pack(path).verify()
+            except CorruptModelError:
+                path.unlink(missing_ok=True)
+        return self.open(argument, storage)
 
-    def _place(self, argument: str, storage: Storage) -> tuple[str, Path | None]:
-        """(served name, where its pack is or would be). Raises ModelNotFoundError for a path that is not there."""
-        suffix = _STORAGE_SUFFIX[storage] + ".pack"
+    def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
+        """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
+        suffix = _STORAGE_SUFFIX[storage] + PACK_SUFFIX
         local = Path(argument).expanduser()
         if local.exists():
-            if local.suffix == ".pack":
+            if local.suffix == PACK_SUFFIX:
                 return local.stem, local
             return local.resolve().stem, self.packs_dir / (_local_name(local) + suffix)
         if argument in ALIASES:
             return argument, self.packs_dir / (argument + suffix)
+        if argument in cached_names(self.cache_dir):
+            return argument, self.packs_dir / (argument + PACK_SUFFIX)
         if _REPOSITORY.fullmatch(argument):
-            return argument.split("@")[0], self.packs_dir / (argument.replace("/", "--") + suffix)
+            return argument.split("@")[0], self.packs_dir / (repository_pack_name(argument) + suffix)
         known = ", ".join(ALIASES)
         raise ModelNotFoundError(
             f"model {argument!r}: no such file or folder, and not a known name ({known}) or org/name"
@@ -158,9 +160,8 @@ class ModelStore:
 
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
-        assert path is not None
         if not path.exists():
-            with _locked(path):
+            with _locked(self.cache_dir / "locks" / path.name):
                 if not path.exists():
                     write_pack(
                         self._checkpoint(argument),
@@ -227,9 +228,9 @@ def _remove_outdated(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``: a file beside it, so that two processes never pack or fetch the same model at once."""
+    """Hold the lock file ``path``, so that two processes never pack or fetch the same model at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
