@@ -1,6 +1,6 @@
 """What a launcher passes to start one worker: plain data, so that it may cross to another machine as JSON.
 
-Started as ``python -m relay.worker.agent --spec FILE_OR_JSON``; the agent starts the engine with the same spec. No file
+Started as ``python -m relay.worker.agent --spec FILE_OR_JSON``; the agent starts the engine with the same text. No file
 descriptor, object or environment variable is inherited: everything a worker needs to know is here.
 """
 
@@ -32,8 +32,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: int = 0  # 0: the model's own limit
     kv_host: str = "127.0.0.1"  # where the KV listener binds and what it advertises
     kv_port: int = 0  # 0: ephemeral
-    agent_pid: int = 0  # set by the agent; the engine ends when this process is no longer its parent
-    status_path: str = ""  # set by the agent: the mapped page with step counter and phase
     drain_timeout_s: float = 30.0  # after SIGTERM or Drain: how long running requests may take to finish
 
 
