@@ -88,13 +88,5 @@ class Exit:
 
 
 Command = (
-    SendToGateway
-    | StartStep
-    | OpenSend
-    | ForgetUnsent
-    | SendHandoff
-    | OpenReceive
-    | AbortTransfer
-    | SetTimer
-    | Exit
+    SendToGateway | StartStep | OpenSend | ForgetUnsent | SendHandoff | OpenReceive | AbortTransfer | SetTimer | Exit
 )

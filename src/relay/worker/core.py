@@ -145,7 +145,11 @@ class WorkerCore:
                 break
             self._steps_in_flight += 1
             self._revoke_preempted(plan.released)
-            sinks = {index: sink for index, row in enumerate(plan.rows) if (sink := self._sink(row.slot, row.start, row.count))}
+            sinks = {
+                index: sink
+                for index, row in enumerate(plan.rows)
+                if (sink := self._sink(row.slot, row.start, row.count))
+            }
             self._commands.append(StartStep(plan, sinks))
         messages, timer_ns = self._reporter.due(now_ns)
         self._commands += [SendToGateway(None, message) for message in messages]
