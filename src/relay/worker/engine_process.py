@@ -79,7 +79,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     )
     config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
     core = WorkerCore(config, engine.scheduler, engine.runner.kv_digests)
-    shell = EngineShell(core, transport, inbox, clock)
+    shell = EngineShell(core, transport, inbox, page, clock)
     steps = StepThread(engine.runner, transport, engine.num_layers, page, inbox.post, clock)
     signal.signal(signal.SIGTERM, lambda number, frame: inbox.post(DrainRequested()))
     hello = Hello(

@@ -28,6 +28,7 @@ from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.core import WorkerCore
 from relay.worker.events import GatewayLost, OrderReceived, TimerFired
 from relay.worker.inbox import Inbox
+from relay.worker.status_page import StatusPage
 
 TICK_NS = 250_000_000
 FLUSH_S = 1.0
@@ -36,10 +37,11 @@ FLUSH_S = 1.0
 class EngineShell:
     """Runs until the core says Exit. Everything that happens elsewhere comes through ``inbox``."""
 
-    def __init__(self, core: WorkerCore, transport: Transport, inbox: Inbox, clock: Clock) -> None:
+    def __init__(self, core: WorkerCore, transport: Transport, inbox: Inbox, page: StatusPage, clock: Clock) -> None:
         self._core = core
         self._transport = transport
         self._inbox = inbox
+        self._page = page
         self._clock = clock
         self._links: list[ControlLink] = []
         self._submit: Callable[[StartStep], None] | None = None
@@ -83,6 +85,8 @@ class EngineShell:
             self._carry_out(self._core.handle(event, now_ns))
         if self._exit is None:
             self._carry_out(self._core.advance(now_ns))
+        if self._core.draining:
+            self._page.set_draining()
 
     def _serve(self, link: ControlLink, mask: int) -> None:
         gateway = self._links.index(link)

@@ -1,6 +1,6 @@
 """The page of memory by which an engine shows its agent that it moves; no lock, no call, no allocation.
 
-Three 8-byte little-endian fields: steps finished, phase, monotonic time of the last change of phase. The agent owns the memory (a
+Four 8-byte little-endian fields: steps finished, phase, monotonic time of the last change of phase, draining. The agent owns the memory (a
 memfd named by ``/proc/<agent>/fd/<n>``), so nothing is left behind however either process ends.
 """
 
@@ -12,11 +12,12 @@ from typing import Literal
 Phase = Literal["starting", "loading", "ready", "stepping", "draining"]
 PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining")
 PAGE_BYTES = 4096
-_STEP, _PHASE, _SINCE = 0, 8, 16
+_STEP, _PHASE, _SINCE, _DRAINING = 0, 8, 16, 24
+_STUCK_MS = 1000  # a step older than this is reported as such even while draining
 
 
 class StatusPage:
-    """Written by one thread of the engine at a time, read by the agent."""
+    """Each field is written by one thread of the engine at a time; the agent reads."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -47,7 +48,14 @@ class StatusPage:
         step = struct.unpack_from("<Q", self._memory, _STEP)[0]
         struct.pack_into("<Q", self._memory, _STEP, step + 1)
 
+    def set_draining(self) -> None:
+        struct.pack_into("<Q", self._memory, _DRAINING, 1)
+
     def read(self, now_ns: int) -> tuple[int, Phase, int]:
         """(steps finished, phase, its age in ms)."""
-        step, phase, since_ns = struct.unpack_from("<QQQ", self._memory, 0)
-        return step, PHASES[min(phase, len(PHASES) - 1)], max(0, now_ns - since_ns) // 1_000_000 if since_ns else 0
+        step, index, since_ns, draining = struct.unpack_from("<QQQQ", self._memory, 0)
+        phase = PHASES[min(index, len(PHASES) - 1)]
+        age_ms = max(0, now_ns - since_ns) // 1_000_000 if since_ns else 0
+        if draining and not (phase == "stepping" and age_ms > _STUCK_MS):
+            phase = "draining"
+        return step, phase, age_ms
