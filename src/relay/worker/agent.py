@@ -1,8 +1,9 @@
 """The agent process: ``python -m relay.worker.agent --spec FILE_OR_JSON``.
 
-Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path. Either
-process dying ends the other: the engine has PR_SET_PDEATHSIG, the agent holds the engine's pidfd. The agent ends too when a gateway's
-connection ends. (It sets no PDEATHSIG of its own: that fires when the *thread* that started it ends, which a launcher may do.)
+Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path.
+Either process dying ends the other: the engine has PR_SET_PDEATHSIG, the agent holds the engine's pidfd. The agent ends too when a
+gateway's connection ends. (It sets no PDEATHSIG of its own: that fires when the *thread* that started it ends, which a launcher
+may let happen.)
 SIGTERM drains the engine; a second one kills it.
 """
 

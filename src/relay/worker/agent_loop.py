@@ -46,6 +46,8 @@ class AgentLoop:
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
+        if number == signal.SIGTERM and self._terminations:
+            return 0  # asked to end before it had anything to drain
         return status if status is not None else 128 + (number or 0)
 
     def _connect(self) -> None:

@@ -1,7 +1,7 @@
 """The page of memory by which an engine shows its agent that it moves; no lock, no call, no allocation.
 
-Four 8-byte little-endian fields: steps finished, phase, monotonic time of the last change of phase, draining. The agent owns the memory (a
-memfd named by ``/proc/<agent>/fd/<n>``), so nothing is left behind however either process ends.
+Four 8-byte little-endian fields: steps finished, phase, monotonic time of the last change of phase, draining. The agent owns the
+memory (a memfd named by ``/proc/<agent>/fd/<n>``), so nothing is left behind however either process ends.
 """
 
 import mmap
