@@ -1,6 +1,5 @@
 """Two engine shells in threads over real sockets and hash backends; the test is the gateway."""
 
-import socket
 import threading
 
 import pytest
@@ -8,12 +7,10 @@ import pytest
 from relay.clock import MonotonicClock
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
-from relay.protocol.framing import FrameDecoder, encode
 from relay.protocol.messages import (
     Accept,
     Drain,
     Drained,
-    EngineToGateway,
     GatewayToEngine,
     Hello,
     Prefill,
@@ -29,31 +26,8 @@ from relay.worker.inbox import Inbox
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 from tests.engine.hash_backend import LAYERS, HashBackend, program
+from tests.worker.gateway_side import accept, address_of, listen
 from tests.worker.harness import LAYOUT, MAX_MODEL_LEN, TINY, expected, work
-
-
-class GatewaySide:
-    """One accepted control connection."""
-
-    def __init__(self, listener):
-        self.socket, _ = listener.accept()
-        self.socket.settimeout(20)
-        self.decoder = FrameDecoder(EngineToGateway)
-        self.inbox = []
-
-    def send(self, message):
-        self.socket.sendall(encode(message))
-
-    def expect(self, kind):
-        """The next message of ``kind``; others are skipped."""
-        while True:
-            while self.inbox:
-                message = self.inbox.pop(0)
-                if isinstance(message, kind):
-                    return message
-            data = self.socket.recv(65536)
-            assert data, f"connection ended before {kind.__name__}"
-            self.inbox += self.decoder.feed(data)
 
 
 class LiveWorker:
@@ -71,10 +45,9 @@ class LiveWorker:
         self.shell = EngineShell(core, self.transport, inbox, page, clock)
         steps = StepThread(runner, self.transport, LAYERS, page, inbox.post, clock)
         steps.start()
-        address = "tcp://{}:{}".format(*listener.getsockname())
-        link = ControlLink(address, GatewayToEngine)
+        link = ControlLink(address_of(listener), GatewayToEngine)
         link.send(Hello(process="engine", worker=name, incarnation=1, pid=1))
-        self.gateway = GatewaySide(listener)
+        self.gateway = accept(listener)
         self.ended = None
         self.thread = threading.Thread(target=self._run, args=(link, steps))
         self.thread.start()
@@ -93,8 +66,7 @@ class LiveWorker:
 
 @pytest.fixture
 def listener():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(20)
+    with listen() as server:
         yield server
 
 
@@ -107,13 +79,6 @@ def test_split_over_tcp_equals_a_run_alone(listener):
     tokens, finish, _, _ = expected(request)
     (first,) = p.gateway.expect(Tokens).entries
     assert (first.position, first.token_ids, first.finish) == (0, tokens[:1], None)
-    heard = []
-    while True:
-        (entry,) = d.gateway.expect(Tokens).entries
-        assert entry.position == len(heard)
-        heard += entry.token_ids
-        if entry.finish is not None:
-            break
-    assert (heard, entry.finish) == (tokens, finish)
+    assert d.gateway.stream(1) == (tokens, finish)
     p.drain()
     d.drain()

@@ -54,7 +54,7 @@ def assemble(spec: WorkerSpec) -> Engine:
     backend, checksum = _backend(spec)
     backend.load(program, pack)
     backend.allocate_kv(num_blocks, spec.block_size, spec.kv_cache_dtype)
-    name = numerics_id({**backend.numerics(), "model": pack.digest, "kv_dtype": spec.kv_cache_dtype})
+    name = numerics_id({**backend.numerics(), "model": pack.digest})
     try:
         limits = SchedulerLimits(
             max_num_seqs=spec.max_num_seqs,
