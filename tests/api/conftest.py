@@ -55,5 +55,5 @@ def base_url(gateway: FakeGateway, tokenizer: FakeTokenizer, limits: ApiLimits) 
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=base_url, timeout=20, trust_env=False, verify=False) as client:
         yield client

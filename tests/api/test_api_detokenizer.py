@@ -14,14 +14,14 @@ def _text(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, list[str]]:
     return "".join(pieces) + decoder.flush(), pieces
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(data=st.data())
 def test_byte_level_equals_decode_for_random_ids(tokenizer: FakeTokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
     assert _text(Detokenizer(tokenizer), ids)[0] == tokenizer.decode(ids)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(data=st.data())
 def test_byte_level_equals_decode_for_random_bytes(tokenizer: FakeTokenizer, data: st.DataObject) -> None:
     """Single-byte tokens: overlong forms, surrogates, truncated and stray continuation bytes, specials in between."""
@@ -35,7 +35,7 @@ def _byte_token(tokenizer: FakeTokenizer, byte: int) -> int:
     return next(i for i in range(3, 400) if tokenizer.token_bytes(i) == bytes([byte]))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_sentencepiece_like_equals_decode(data: st.DataObject) -> None:
     tokenizer = FakeTokenizer(_SENTENCEPIECE)

@@ -50,7 +50,7 @@ def test_a_client_that_leaves_frees_its_choices(base_url: str, gateway: FakeGate
     connection.close()
     _eventually(lambda: gateway.num_running == 0)
     assert sorted(gateway.cancelled) == [1, 2]
-    metrics = httpx.get(base_url + "/metrics", trust_env=False).text
+    metrics = httpx.get(base_url + "/metrics", trust_env=False, verify=False).text
     assert 'relay_clients_gone_total{model_name="fake",reason="disconnected"} 1.0' in metrics
 
 
@@ -72,7 +72,7 @@ class TestSlowReader:
         connection.sendall(head.encode() + raw)
         _eventually(lambda: bool(gateway.cancelled))
         _eventually(lambda: gateway.num_running == 0)
-        metrics = httpx.get(base_url + "/metrics", trust_env=False).text
+        metrics = httpx.get(base_url + "/metrics", trust_env=False, verify=False).text
         assert 'relay_clients_gone_total{model_name="fake",reason="slow_reader"} 1.0' in metrics
         connection.close()
 

@@ -41,7 +41,7 @@ def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | N
 _small = st.text("ab\n", max_size=30)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     text=_small,
     stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3),
@@ -71,7 +71,7 @@ def test_any_borders_and_groups_give_the_reference(
         assert len("".join(pieces[: path.num_tokens - 1])) < complete <= len("".join(pieces[: path.num_tokens]))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     text=st.text("abcd", min_size=4, max_size=30),
     start=st.integers(0, 20),
