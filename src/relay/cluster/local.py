@@ -1,0 +1,149 @@
+"""Workers as child processes of this one, watched through pidfds in the event loop."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+from relay.cluster.launcher import ExitCallback, LaunchExit, LaunchSpec
+
+LAST_LINES = 20
+MAX_LINE_BYTES = 8192
+OUTPUT_WAIT_S = 0.05
+
+
+class _Output(asyncio.Protocol):
+    """The merged stdout and stderr of one child: split into lines, prefixed, passed on; the last lines are kept."""
+
+    def __init__(self, name: str, target: BinaryIO, *, prefix: bool) -> None:
+        self._prefix = f"[{name}] ".encode() if prefix else b""
+        self._target = target
+        self._rest = b""
+        self.lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._write(line)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rest:
+            self._write(self._rest)
+            self._rest = b""
+        self.ended.set()
+
+    def _write(self, line: bytes) -> None:
+        self.lines.append(line.decode(errors="replace"))
+        with contextlib.suppress(OSError, ValueError):  # our own stderr may be gone; the child must not suffer
+            self._target.write(self._prefix + line + b"\n")
+            self._target.flush()
+
+
+class _Child:
+    """One running launch."""
+
+    def __init__(self, spec: LaunchSpec, process: "subprocess.Popen[bytes]", pidfd: int) -> None:
+        self.spec = spec
+        self.process = process
+        self.pidfd = pidfd
+        self.output: _Output | None = None
+        self.log: BinaryIO | None = None
+        self.finishing: asyncio.Task[None] | None = None
+
+
+class LocalLauncher:
+    """Implements ``launcher.Launcher``. Each child leads a process group, so that a kill reaches whatever it started."""
+
+    def __init__(self, on_exit: ExitCallback) -> None:
+        self._on_exit = on_exit
+        self._children: dict[str, _Child] = {}
+        self._failed: set[str] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def start(self, spec: LaunchSpec) -> None:
+        if spec.name in self._children:
+            raise ValueError(f"{spec.name} is running")
+        loop = asyncio.get_running_loop()
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(read_end)
+            loop.call_soon(
+                self._on_exit, LaunchExit(spec.name, reason=f"cannot start {spec.argv[0]}: {error.strerror}")
+            )
+            return
+        finally:
+            os.close(write_end)
+        child = _Child(spec, process, os.pidfd_open(process.pid))
+        self._children[spec.name] = child
+        self._empty.clear()
+        child.finishing = loop.create_task(self._watch(child, read_end))
+
+    def stop(self, name: str, *, kill: bool) -> None:
+        child = self._children.get(name)
+        if child is None:
+            return
+        # Not reaped yet, so the pid and its process group are still ours.
+        with contextlib.suppress(ProcessLookupError):
+            if kill:
+                os.killpg(child.process.pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
+
+    async def close(self, grace_s: float) -> None:
+        for name in list(self._children):
+            self.stop(name, kill=False)
+        try:
+            await asyncio.wait_for(self._empty.wait(), grace_s)
+        except TimeoutError:
+            for name in list(self._children):
+                self.stop(name, kill=True)
+            await self._empty.wait()
+
+    async def _watch(self, child: _Child, read_end: int) -> None:
+        loop = asyncio.get_running_loop()
+        spec = child.spec
+        target: BinaryIO = sys.stderr.buffer
+        if spec.log_path is not None:
+            child.log = target = Path(spec.log_path).open("ab")  # noqa: SIM115 - closed when the child ended
+        output = child.output = _Output(spec.name, target, prefix=child.log is None)
+        pipe = os.fdopen(read_end, "rb", buffering=0)
+        transport, _ = await loop.connect_read_pipe(lambda: output, pipe)
+        ended = loop.create_future()
+        loop.add_reader(child.pidfd, lambda: ended.done() or ended.set_result(None))
+        await ended
+        loop.remove_reader(child.pidfd)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                child.process.pid, signal.SIGKILL
+            )  # what it left behind, while its zombie still holds the group's name
+        code = child.process.wait()
+        os.close(child.pidfd)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(output.ended.wait(), OUTPUT_WAIT_S)
+        transport.close()
+        if child.log is not None:
+            child.log.close()
+        del self._children[spec.name]
+        if not self._children:
+            self._empty.set()
+        status, number = (None, -code) if code < 0 else (code, None)
+        self._on_exit(LaunchExit(spec.name, status, number, last_lines=tuple(output.lines)))
