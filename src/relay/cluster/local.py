@@ -66,7 +66,6 @@ class LocalLauncher:
     def __init__(self, on_exit: ExitCallback) -> None:
         self._on_exit = on_exit
         self._children: dict[str, _Child] = {}
-        self._failed: set[str] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -127,9 +126,9 @@ class LocalLauncher:
         output = child.output = _Output(spec.name, target, prefix=child.log is None)
         pipe = os.fdopen(read_end, "rb", buffering=0)
         transport, _ = await loop.connect_read_pipe(lambda: output, pipe)
-        ended = loop.create_future()
-        loop.add_reader(child.pidfd, lambda: ended.done() or ended.set_result(None))
-        await ended
+        ended = asyncio.Event()
+        loop.add_reader(child.pidfd, ended.set)
+        await ended.wait()
         loop.remove_reader(child.pidfd)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(

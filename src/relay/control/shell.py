@@ -1,4 +1,4 @@
-"""The asyncio shell of the gateway's core: sockets, timers and launchers around ``GatewayCore``. Implements ``contract.Gateway``."""
+"""The asyncio shell of the gateway's core: sockets, timers and launchers. Implements ``contract.Gateway``."""
 
 import asyncio
 import logging
