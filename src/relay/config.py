@@ -5,13 +5,14 @@ become integer nanoseconds where pure code uses them.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from relay.errors import UsageError
 
-BackendName = Literal["reference", "cpu", "cuda", "fake"]
-BACKENDS: tuple[BackendName, ...] = ("reference", "cpu", "cuda", "fake")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+BackendName = Literal["cpu", "reference"]
+BACKENDS: tuple[BackendName, ...] = ("cpu", "reference")
+DTYPES = ("auto", "float32")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
@@ -147,6 +148,7 @@ class ServeConfig:
     decode: int = 1
     seed: int | None = None
     offline: bool = False
+    cache_dir: Path | None = None
     log_level: str = "info"
     grace_s: float = 30.0
     worker: WorkerConfig = field(default_factory=WorkerConfig)

@@ -5,10 +5,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections import deque
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable
 
 from relay.cluster.launcher import ExitCallback, LaunchExit, LaunchSpec
 
@@ -17,12 +15,15 @@ MAX_LINE_BYTES = 8192
 OUTPUT_WAIT_S = 0.05
 
 
-class _Output(asyncio.Protocol):
-    """The merged stdout and stderr of one child: split into lines, prefixed, passed on; the last lines are kept."""
+LineCallback = Callable[[str, str], None]  # (name of the launch, one line without its end)
 
-    def __init__(self, name: str, target: BinaryIO, *, prefix: bool) -> None:
-        self._prefix = f"[{name}] ".encode() if prefix else b""
-        self._target = target
+
+class _Output(asyncio.Protocol):
+    """The merged stdout and stderr of one child, split into lines and passed on; the last lines are kept."""
+
+    def __init__(self, name: str, on_line: LineCallback) -> None:
+        self._name = name
+        self._on_line = on_line
         self._rest = b""
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.ended = asyncio.Event()
@@ -33,19 +34,18 @@ class _Output(asyncio.Protocol):
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            self._write(line)
+            self._line(line)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._rest:
-            self._write(self._rest)
+            self._line(self._rest)
             self._rest = b""
         self.ended.set()
 
-    def _write(self, line: bytes) -> None:
-        self.lines.append(line.decode(errors="replace"))
-        with contextlib.suppress(OSError, ValueError):  # our own stderr may be gone; the child must not suffer
-            self._target.write(self._prefix + line + b"\n")
-            self._target.flush()
+    def _line(self, line: bytes) -> None:
+        text = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
+        self.lines.append(text)
+        self._on_line(self._name, text)
 
 
 class _Child:
@@ -55,16 +55,18 @@ class _Child:
         self.spec = spec
         self.process = process
         self.pidfd = pidfd
-        self.output: _Output | None = None
-        self.log: BinaryIO | None = None
-        self.finishing: asyncio.Task[None] | None = None
+        self.watching: asyncio.Task[None] | None = None
 
 
 class LocalLauncher:
-    """Implements ``launcher.Launcher``. Each child leads a process group, so that a kill reaches whatever it started."""
+    """Implements ``launcher.Launcher``. Each child leads a process group, so that a kill reaches whatever it started.
 
-    def __init__(self, on_exit: ExitCallback) -> None:
+    ``on_line`` gets everything children write, line by line.
+    """
+
+    def __init__(self, on_exit: ExitCallback, on_line: LineCallback) -> None:
         self._on_exit = on_exit
+        self._on_line = on_line
         self._children: dict[str, _Child] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -94,7 +96,7 @@ class LocalLauncher:
         child = _Child(spec, process, os.pidfd_open(process.pid))
         self._children[spec.name] = child
         self._empty.clear()
-        child.finishing = loop.create_task(self._watch(child, read_end))
+        child.watching = loop.create_task(self._watch(child, read_end))
 
     def stop(self, name: str, *, kill: bool) -> None:
         child = self._children.get(name)
@@ -120,10 +122,7 @@ class LocalLauncher:
     async def _watch(self, child: _Child, read_end: int) -> None:
         loop = asyncio.get_running_loop()
         spec = child.spec
-        target: BinaryIO = sys.stderr.buffer
-        if spec.log_path is not None:
-            child.log = target = Path(spec.log_path).open("ab")  # noqa: SIM115 - closed when the child ended
-        output = child.output = _Output(spec.name, target, prefix=child.log is None)
+        output = _Output(spec.name, self._on_line)
         pipe = os.fdopen(read_end, "rb", buffering=0)
         transport, _ = await loop.connect_read_pipe(lambda: output, pipe)
         ended = asyncio.Event()
@@ -139,8 +138,6 @@ class LocalLauncher:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(output.ended.wait(), OUTPUT_WAIT_S)
         transport.close()
-        if child.log is not None:
-            child.log.close()
         del self._children[spec.name]
         if not self._children:
             self._empty.set()
