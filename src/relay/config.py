@@ -106,7 +106,7 @@ class WorkerConfig:
     threads: int = 0  # 0: all cores
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int = 1 << 30
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -132,7 +132,7 @@ class WorkerConfig:
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
         _check(
-            self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive"
+            self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive"
         )
 
 

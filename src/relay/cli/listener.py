@@ -11,7 +11,9 @@ BACKLOG = 2048
 def open_listener(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises PortInUseError naming the address, UsageError for an address that is not ours."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except socket.gaierror as error:
         raise UsageError(f"--host {host!r}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)

@@ -13,10 +13,12 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option("--served-model-name", help="Name in the API [default: the model's own].")
 @click.option("--prefill", type=int, default=1, show_default=True, help="Prefill workers; 0 serves colocated.")
-@click.option("--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both).")
+@click.option(
+    "--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both)."
+)
 @click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
-@click.option("--kv-cache-memory", metavar="SIZE", help="KV cache of each worker, for example 512M or 2G.")
+@click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences a worker runs at once.")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one engine step.")
@@ -25,8 +27,12 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True)
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
-@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay].")
-@click.option("--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."
+)
+@click.option(
+    "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def serve(
     model: str,
@@ -37,7 +43,7 @@ def serve(
     decode: int,
     backend: BackendName,
     threads: int,
-    kv_cache_memory: str | None,
+    kv_cache_memory: str,
     max_model_len: int | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -68,7 +74,7 @@ def serve(
             threads=threads,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+            kv_cache_memory_bytes=parse_bytes(kv_cache_memory),
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

@@ -21,7 +21,7 @@ from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
-from relay.errors import RelayError, StartupError
+from relay.errors import StartupError, UsageError
 
 if TYPE_CHECKING:
     from relay.models.store import LoadedModel
@@ -97,7 +97,9 @@ class Server:
         name = config.served_model_name or model.name
         limit = model.max_model_len
         if config.worker.max_model_len is not None and config.worker.max_model_len > limit:
-            raise StartupError(f"--max-model-len {config.worker.max_model_len} is over the {limit} positions of {model.name}")
+            raise StartupError(
+                f"--max-model-len {config.worker.max_model_len} is over the {limit} positions of {model.name}"
+            )
         info = ModelInfo(
             name=name,
             model_digest=model.digest,
@@ -135,7 +137,7 @@ class Server:
 
     async def _complete(self, shell: GatewayShell, workers: LocalWorkers, http: "HttpServer") -> bool:
         """Until the cluster is ready. False: a signal came first. Raises StartupError or the worker's own kind of error."""
-        waits = {
+        waits: set[asyncio.Future[Any]] = {
             asyncio.ensure_future(wait)
             for wait in (shell.wait_complete(), self._drain.wait(), self._hurry.wait(), http.ended.wait())
         }
@@ -150,7 +152,7 @@ class Server:
 
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:
         """Until a signal or the end of the HTTP server; then let running requests finish within the grace period."""
-        waits = {asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())}
+        waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -233,7 +235,4 @@ def _open_model(config: ServeConfig) -> "LoadedModel":
 def _create_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
     from relay.api.app import create_app
 
-    try:
-        return create_app(shell, model.tokenizer, model.chat_template)
-    except RelayError:
-        raise
+    return create_app(shell, model.tokenizer, model.chat_template)

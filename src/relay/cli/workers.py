@@ -18,7 +18,9 @@ ERROR_PREFIX = "relay: "
 class LocalWorkers:
     """Implements the shell's ``WorkerLauncher`` with child processes of this one. Call ``attach`` before the first start."""
 
-    def __init__(self, config: WorkerConfig, pack_path: str, model_digest: str, on_line: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, pack_path: str, model_digest: str, on_line: Callable[[str, str], None]
+    ) -> None:
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -46,7 +48,9 @@ class LocalWorkers:
     def explain(self, worker: WorkerKey, status: int | None, reason: str) -> RelayError:
         """The error of a worker that cannot start: in its own words and with its own exit code where it has any."""
         last = self._last_exits.get(worker.worker)
-        words = next((line for line in reversed(last.last_lines if last else ()) if line.startswith(ERROR_PREFIX)), None)
+        words = next(
+            (line for line in reversed(last.last_lines if last else ()) if line.startswith(ERROR_PREFIX)), None
+        )
         kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
         if words is not None and status in kinds:
             return kinds[status](f"{worker.worker}: {words[len(ERROR_PREFIX) :]}")
@@ -55,9 +59,6 @@ class LocalWorkers:
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
-        optional: dict[str, int] = {}
-        if config.kv_cache_memory_bytes is not None:
-            optional["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,
@@ -71,8 +72,8 @@ class LocalWorkers:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
-            **optional,
         )
 
     def _exited(self, end: LaunchExit) -> None:

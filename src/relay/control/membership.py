@@ -1,5 +1,7 @@
 """Workers come, die and come back: handshake, loss, restart with backoff, and blame for crashes."""
 
+from dataclasses import replace
+
 from relay.config import MILLISECOND, PROTOCOL_TEXT_LIMIT, SECOND
 from relay.control.commands import (
     AcceptConnection,
@@ -54,6 +56,8 @@ class Membership:
         else:
             worker.engine, worker.engine_open = hello, True
             worker.kv_tokens = hello.kv_blocks * hello.block_size
+            if not self._state.model.numerics_id:
+                self._state.model = replace(self._state.model, numerics_id=hello.numerics_id)
         self._state.commands.append(AcceptConnection(event.connection, worker.key, hello.process))
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
