@@ -55,6 +55,7 @@ class _Child:
         self.spec = spec
         self.process = process
         self.pidfd = pidfd
+        self.reaped = False
         self.watching: asyncio.Task[None] | None = None
 
 
@@ -100,7 +101,7 @@ class LocalLauncher:
 
     def stop(self, name: str, *, kill: bool) -> None:
         child = self._children.get(name)
-        if child is None:
+        if child is None or child.reaped:
             return
         # Not reaped yet, so the pid and its process group are still ours.
         with contextlib.suppress(ProcessLookupError):
@@ -133,6 +134,7 @@ class LocalLauncher:
             os.killpg(
                 child.process.pid, signal.SIGKILL
             )  # what it left behind, while its zombie still holds the group's name
+        child.reaped = True
         code = child.process.wait()
         os.close(child.pidfd)
         with contextlib.suppress(TimeoutError):
