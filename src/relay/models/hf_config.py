@@ -160,7 +160,7 @@ def _refuse_unserved(fields: _Fields, defaults: _Defaults, num_layers: int, max_
             window = None
     elif defaults.windows_switch and window is not None:
         # Only layers from max_window_layers on slide.
-        window = window if num_layers > fields.integer("max_window_layers", 28) else None
+        window = window if num_layers > fields.number("max_window_layers", 28) else None
     if window is not None and window < max_positions:
         fields.refuse("sliding_window", f"{window} is shorter than the context of {max_positions}: not served")
 

@@ -1,6 +1,7 @@
 """A Hugging Face folder (config.json, safetensors in one file or shards, tokenizer.json) as a Checkpoint."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class SafetensorsSource:
         self._config = parse_config(read_json(folder / "config.json"), generation, str(folder / "config.json"))
         self._tokenizer = read_tokenizer_files(folder, generation)
         self._files = _open_files(folder)
+        if self._config.tied_embeddings and self._has_its_own_head():
+            self._config = replace(self._config, tied_embeddings=False)
         self._check_complete()
 
     @property
@@ -79,13 +82,19 @@ class SafetensorsSource:
     def _where(self, name: str) -> str:
         return f"{self._folder}: tensor {file_name(name)}"
 
+    def _has_its_own_head(self) -> bool:
+        """A head that differs from the embedding counts although the config ties them, as in transformers."""
+        if not {_MODEL_PARTS["lm_head"], _MODEL_PARTS["embed"]} <= self._files.keys():
+            return False
+        return not np.array_equal(self._tensor("lm_head"), self._tensor("embed"))
+
     def _check_complete(self) -> None:
         needed = {file_name(part) for item in weight_items(self._config) for part in item.parts}
         for name in sorted(needed - self._files.keys()):
             hint = " although tie_word_embeddings is false" if name == _MODEL_PARTS["lm_head"] else ""
             raise CorruptModelError(f"{self._folder}: tensor {name} is missing{hint}")
         for name in sorted(self._files.keys() - needed):
-            # A tied model's own copy of the head, and tables that old checkpoints stored, are not read by transformers either.
+            # A tied model's copy of the embedding, and tables that old checkpoints stored, add nothing.
             if name != _MODEL_PARTS["lm_head"] and not name.endswith("rotary_emb.inv_freq"):
                 raise CorruptModelError(
                     f"{self._folder}: tensor {name} belongs to no {self._config.architecture} model this config describes"
