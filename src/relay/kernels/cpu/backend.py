@@ -179,6 +179,10 @@ class CpuBackend:
         vocab = self._loaded().program.geometry.vocab
         return self._buffers[Buffer.L][: self._num_captured, :vocab].copy()
 
+    def buffer(self, buffer: Buffer) -> np.ndarray:
+        """fp32 [rows, width] of ``buffer`` as the last run left it: a view, for tests and comparisons."""
+        return self._buffers[buffer][:, : self._loaded().program.geometry.width(buffer)]
+
     def kv_bytes_per_token_layer(self) -> int:
         """See ``Backend.kv_bytes_per_token_layer``."""
         return 2 * self._loaded().program.geometry.kv_width * _KV_BYTES[self._kv_dtype]
@@ -242,6 +246,15 @@ class CpuBackend:
             "kv": self._kv_dtype,
             "probe": probe_digest(self.isa, self._kv_dtype),
         }
+
+    def run_fma(self, items: int) -> int:
+        """Floating-point operations of a loop of independent fmas on all threads: the benchmark's peak."""
+        self._library.relay_measure_fma(self._pool, items)
+        return items * 20_000 * 12 * 16 * 2
+
+    def run_read(self, data: np.ndarray) -> None:
+        """Sum float32 ``data`` (a multiple of 16,384 long) on all threads: the benchmark's memory bandwidth."""
+        self._library.relay_measure_read(self._pool, data.ctypes.data, data.size)
 
     def close(self) -> None:
         """End the threads and drop the memory; idempotent."""
