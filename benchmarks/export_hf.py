@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
-
 from relay.kernels.packing import unpack_matrix
+from safetensors.numpy import save_file
 
 
 def export(model: Any, target: Path) -> None:
