@@ -58,7 +58,7 @@ class CpuBackend:
         self._last_tokens = np.full(max_sampled, -1, np.int32)
         self._bind_last_tokens()
         self._slots: dict[int, SlotState] = {}
-        self._sampler = CSampler(self._library)
+        self._sampler = CSampler(self._library, self._pool, threads)
         self._bound: _Bound | None = None
         self._num_captured = 0
 
@@ -167,7 +167,7 @@ class CpuBackend:
         bound = self._bind_batch(batch)
         slots = [int(bound.arrays[3][row]) for row in bound.arrays[5]]
         logits = self._buffers[Buffer.L][: len(slots), : self._loaded().program.geometry.vocab]
-        tokens = [self._sampler.draw(logits[i], self._slots[slot], i) for i, slot in enumerate(slots)]
+        tokens = self._sampler.draw_rows(logits, [self._slots[slot] for slot in slots])
         for slot, token in zip(slots, tokens, strict=True):
             self._slots[slot].push(token.token_id)
             self._last_tokens[slot] = token.token_id
