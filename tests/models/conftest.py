@@ -24,3 +24,17 @@ def smollm2_gguf(smollm2: LoadedModel) -> Path:
     if not path.exists():
         pytest.skip(f"{path} was removed; 'relay model rm smollm2' and a new pull bring it back")
     return path
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """The C kernels of this machine's best instruction set, compiled here if the install did not."""
+    from relay.errors import StartupError
+    from relay.kernels.cpu import build, library
+
+    isa = library.choose(None)
+    try:
+        library.load(isa)
+    except StartupError:
+        build.build(only=[isa])
+        library.load(isa)
