@@ -18,8 +18,10 @@ FOLDER = Path(__file__).resolve().parent
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=default", "-Wall", "-Wextra")
 _VARIANTS = {
     "x86_64": {
-        "avx512": ["-DRELAY_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-msse4.2", "-mprefer-vector-width=512"],
-        "avx2": ["-DRELAY_AVX2", "-mavx2", "-mfma", "-mf16c", "-msse4.2"],
+        "avx512": (
+            "-DRELAY_AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -msse4.2 -mprefer-vector-width=512"
+        ).split(),
+        "avx2": "-DRELAY_AVX2 -mavx2 -mfma -mf16c -msse4.2".split(),
         "portable": ["-mfma"],
         "nofma": ["-DRELAY_NOFMA"],
     },
