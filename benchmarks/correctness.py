@@ -4,7 +4,7 @@ For each prompt transformers draws greedily; Relay's CPU backend gets the same t
 compared: the highest must be the token drawn (so free-running output is the same text), and max|Δ| / max|logit| of each row
 is recorded. Where the two part, the reference's gap between its two best logits is printed; it must be < 1e-3.
 
-    python benchmarks/correctness.py [--prompts 32] [--tokens 64] [--output benchmarks/results/correctness.json]
+    python benchmarks/correctness.py [--prompts 32] [--tokens 64] [--threads 1] [--output benchmarks/results/correctness.json]
 """
 
 import json
@@ -95,13 +95,17 @@ def environment() -> dict[str, Any]:
 @click.command()
 @click.option("--prompts", default=len(PROMPTS), type=click.IntRange(1, len(PROMPTS)))
 @click.option("--tokens", default=64, type=click.IntRange(1))
+@click.option("--threads", default=1, type=click.IntRange(1), help="Of both sides; changes no bit of ours.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False))
-def main(prompts: int, tokens: int, output: Path | None) -> None:
+def main(prompts: int, tokens: int, threads: int, output: Path | None) -> None:
     """Compare and print; exit 1 if a row differs by over 1e-4 or the outputs part at a gap of 1e-3 or more."""
+    import torch
+
+    torch.set_num_threads(threads)
     cache_dir = default_cache_dir(os.environ)
     loaded = open_model("smollm2", cache_dir=cache_dir)
     reference = reference_model(cache_dir / "files" / ALIASES["smollm2"].file_name)
-    backend = cpu_backend(loaded, os.cpu_count() or 1)
+    backend = cpu_backend(loaded, threads)
     started = time.monotonic()
     results = []
     for i, text in enumerate(PROMPTS[:prompts]):
@@ -113,7 +117,7 @@ def main(prompts: int, tokens: int, output: Path | None) -> None:
     backend.close()
     partings = [parting for result in results for parting in result["partings"]]
     summary = {
-        "command": f"python benchmarks/correctness.py --prompts {prompts} --tokens {tokens}",
+        "command": f"python benchmarks/correctness.py --prompts {prompts} --tokens {tokens} --threads {threads}",
         "environment": environment(),
         "model_digest": loaded.digest,
         "backend": {"isa": backend.isa, "threads": backend.threads, "kv": "float32"},

@@ -13,6 +13,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from relay.errors import CorruptModelError
 from relay.models.checkpoint import TokenizerFiles
 from relay.models.gguf_tokenizer import tokenizer_files
+from relay.models.hf_tokenizer import read_tokenizer_files
 from relay.models.store import LoadedModel
 from relay.models.tokenizer import TokenizeError, Tokenizer
 
@@ -226,3 +227,20 @@ def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_gguf: Path) -
         assert ids == theirs(line)["input_ids"], line
         assert ours.decode(ids, skip_special=False) == theirs.decode(ids) == line
         assert b"".join(ours.token_bytes(i) for i in ids).decode() == line
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
+def test_bos_and_eos_settings_equal_transformers(pre: str, settings: dict, vocabulary: tuple, tmp_path: Path) -> None:
+    """The template in tokenizer.json wins over tokenizer_config.json's add_bos_token."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    files = from_gguf(vocabulary, pre)
+    (tmp_path / "tokenizer.json").write_text(files.json)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens, **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(read_tokenizer_files(tmp_path, {}).json)
+    for line in LINES[:60]:
+        assert ours.encode(line) == theirs(line)["input_ids"]
+        assert ours.encode(line, add_special=False) == theirs(line, add_special_tokens=False)["input_ids"]
