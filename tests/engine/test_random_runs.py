@@ -235,11 +235,11 @@ class Histories(RuleBasedStateMachine):
 def test_random_histories_end_exactly(profile: str) -> None:
     long = profile == "long"
     if long and not os.environ.get("RELAY_SLOW_TESTS"):
-        pytest.skip("set RELAY_SLOW_TESTS to run long histories")
+        pytest.skip("set RELAY_SLOW_TESTS to a number of long histories")
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=2000 if long else 60,
+            max_examples=int(os.environ["RELAY_SLOW_TESTS"]) if long else 60,
             stateful_step_count=80 if long else 40,
             deadline=None,
             derandomize=not long,
