@@ -73,6 +73,7 @@ class Engine:
         self.sink: LayerSink | None = None
         self.planned: deque[StepPlan] = deque()
         self.executed: deque[StepResult] = deque()
+        self.keys: deque[list[SequenceKey]] = deque()  # of the planned steps' rows
         self.plans: list[StepPlan] = []
         self.collected: dict[SequenceKey, Collected] = {}
 
@@ -87,13 +88,18 @@ class Engine:
         self._check_plan(plan)
         self.planned.append(plan)
         self.plans.append(plan)
+        self.keys.append([self.scheduler.key_of_slot(row.slot) for row in plan.rows])
         return True
 
     def execute(self) -> bool:
         """Run the oldest planned step."""
         if not self.planned:
             return False
-        self.executed.append(self.runner.execute(self.planned.popleft(), self.sink))
+        plan = self.planned.popleft()
+        assert self.keys.popleft() == [self.scheduler.key_of_slot(row.slot) for row in plan.rows], (
+            "a slot in flight was given away"
+        )
+        self.executed.append(self.runner.execute(plan, self.sink))
         return True
 
     def land(self) -> bool:

@@ -107,6 +107,37 @@ def test_a_full_engine_refuses_a_reservation_and_holds_nothing_for_it():
     idle(engine)
 
 
+def test_blocks_a_step_in_flight_may_write_are_not_reserved():
+    engine, source = Engine(limits(num_blocks=4, growth_tokens=0)), Engine(limits())
+    old, new = work(1, [3] * 40, 9), work(2, PROMPT, 9)
+    engine.scheduler.add(old)
+    engine.plan()
+    engine.scheduler.cancel(key_of(old))
+    assert engine.scheduler.reserve(new) is None, "two of the blocks needed are still written"
+    engine.execute()
+    engine.land()
+    assert engine.scheduler.reserve(new) is not None
+    source.scheduler.add(new, prefill_only=True)
+    source.run()
+    first = source.collected[key_of(new)].tokens
+    move(source, engine, new, SampledToken(first[0]), 0)
+    engine.run()
+    assert first + engine.collected[key_of(new)].tokens == outputs_of(new)
+
+
+def test_a_slot_is_not_given_away_while_a_step_in_flight_names_it():
+    engine = Engine(limits(max_num_seqs=1))
+    engine.scheduler.add(work(1, [1, 2], 9))
+    engine.plan()
+    engine.scheduler.cancel(key_of(work(1, [])))
+    engine.scheduler.add(work(2, [3, 4], 2))
+    assert engine.scheduler.plan() is None
+    engine.execute()
+    engine.land()
+    engine.run()
+    assert engine.collected[key_of(work(2, []))].tokens == outputs_of(work(2, [3, 4], 2))
+
+
 def test_seats_bound_running_and_reserved_sequences():
     engine = Engine(limits(max_num_seqs=2))
     engine.scheduler.add(work(1, [1], 3))

@@ -53,6 +53,17 @@ def test_a_running_choice_lends_its_tail_to_a_later_one():
     assert engine.backend.tokens_computed - before == 2 + 20 - 4
 
 
+def test_a_tail_is_copied_only_as_far_as_it_is_computed():
+    engine = Engine(limits())
+    engine.scheduler.add(work(1, SHARED[:20], 20))
+    for _ in range(5):
+        engine.step()
+    known = SHARED[:20] + engine.collected[key_of(work(1, []))].tokens
+    item = work(2, [*known, 1, 2], 2)
+    exact([item], engine.serve(item))
+    assert engine.collected[key_of(item)].cached_tokens == len(known) - 1, "the last token drawn has no KV yet"
+
+
 def test_tokens_that_part_inside_a_published_block_are_copied_up_to_there():
     engine = Engine(limits(block_size=64))
     first, second = work(1, SHARED, 1), work(2, [*SHARED[:112], *([1] * 10)], 1)
