@@ -46,11 +46,10 @@ def server() -> Iterator[tuple[Swap, str]]:
 
 
 @pytest.fixture
-def base_url(gateway: FakeGateway, tokenizer: FakeTokenizer, limits: ApiLimits) -> Iterator[str]:
-    with served(
-        create_app(gateway, tokenizer, FakeTemplate(), served_names=("fake", "fake-alias"), limits=limits)
-    ) as url:
-        yield url
+def base_url(server: tuple[Swap, str], gateway: FakeGateway, tokenizer: FakeTokenizer, limits: ApiLimits) -> str:
+    swap, url = server
+    swap.app = create_app(gateway, tokenizer, FakeTemplate(), served_names=("fake", "fake-alias"), limits=limits)
+    return url
 
 
 @pytest.fixture
