@@ -5,8 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import MULTIBYTE, FakeGateway, FakeTokenizer
+from api_fakes import MULTIBYTE, FakeGateway
 from sse_client import finish_reasons, joined, stream
+
+from relay.models.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -137,7 +139,7 @@ def test_prompt_lists_number_choices_over_prompts(client: httpx.Client) -> None:
     assert joined(stream(client, TEXT, body)) == {choice["index"]: choice["text"] for choice in together["choices"]}
 
 
-def test_token_id_prompts(client: httpx.Client, tokenizer: FakeTokenizer) -> None:
+def test_token_id_prompts(client: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Once upon a time")
     by_text = _plain(client, TEXT, _body(TEXT))
     by_ids = _plain(client, TEXT, {**_body(TEXT), "prompt": ids})
@@ -149,7 +151,7 @@ def test_token_id_prompts(client: httpx.Client, tokenizer: FakeTokenizer) -> Non
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", MULTIBYTE])
-def test_echo(client: httpx.Client, tokenizer: FakeTokenizer, prompt: str) -> None:
+def test_echo(client: httpx.Client, tokenizer: Tokenizer, prompt: str) -> None:
     text = _plain(client, TEXT, _body(TEXT, prompt))["choices"][0]["text"]
     for asked in (prompt, tokenizer.encode(prompt)):
         body = {**_body(TEXT), "prompt": asked, "echo": True}
