@@ -52,7 +52,7 @@ class Tokenizer:
 
     @property
     def byte_level(self) -> bool:
-        """Text is the concatenation of ``token_bytes`` of ordinary tokens, read as UTF-8; nothing is stripped or joined."""
+        """Whether text is the concatenation of ``token_bytes`` read as UTF-8."""
         return self._byte_level
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
