@@ -75,7 +75,7 @@ class SteppingGateway:
         await asyncio.sleep(0.2)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        marks: list[tuple[float, float, int]] = []
+        marks: list[tuple[float, tuple[float, float], int]] = []
         while True:
             now = loop.time()
             if now - start >= WARM_UP_S and not marks:
@@ -93,8 +93,9 @@ class SteppingGateway:
         self._pipe.send(
             {
                 "events": events_1 - events_0,
-                "cpu_us_per_event": (cpu_1 - cpu_0) / (events_1 - events_0) * 1e6,
-                "cpu_fraction_of_a_core": (cpu_1 - cpu_0) / (ended - began),
+                "cpu_us_per_event": (sum(cpu_1) - sum(cpu_0)) / (events_1 - events_0) * 1e6,
+                "user_us_per_event": (cpu_1[0] - cpu_0[0]) / (events_1 - events_0) * 1e6,
+                "cpu_fraction_of_a_core": (sum(cpu_1) - sum(cpu_0)) / (ended - began),
                 "events_per_second": (events_1 - events_0) / (ended - began),
                 "late_steps": self._late_steps,
                 "steps": self._step,
@@ -126,9 +127,10 @@ class SteppingGateway:
         return []
 
 
-def _cpu_s() -> float:
+def _cpu_s() -> tuple[float, float]:
+    """User and system time of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return usage.ru_utime, usage.ru_stime
 
 
 def serve(pipe: Any, streams: int, rate: float, seconds: float) -> None:
@@ -196,7 +198,7 @@ def main() -> None:
     )
     for run in runs:
         print(
-            f"  {run['cpu_us_per_event']:.1f} us, {run['events_per_second']:.0f} events/s, "
+            f"  {run['cpu_us_per_event']:.1f} us ({run['user_us_per_event']:.1f} user), {run['events_per_second']:.0f} events/s, "
             f"{run['cpu_fraction_of_a_core']:.0%} of a core, {run['late_steps']}/{run['steps']} steps late"
         )
     if arguments.json:

@@ -22,6 +22,8 @@ from relay.api.validation import (
     with_prompt,
 )
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents"})  # of templates; they come from the request's own fields
+
 
 class ChatFormat:
     """Writes ``chat.completion`` objects and ``chat.completion.chunk`` chunks."""
@@ -120,8 +122,13 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             )
         context.check_size("".join(message["content"] for message in messages), "messages")
 
+        variables = request.chat_template_kwargs or {}
+        if not _OWN_VARIABLES.isdisjoint(variables):
+            raise bad_value("chat_template_kwargs", f"it may not hold {', '.join(sorted(_OWN_VARIABLES))}")
+
         def render() -> list[int]:
-            text = template.render(messages, variables=request.chat_template_kwargs)
+            text = template.render(messages, add_generation_prompt=True, variables=variables)
+            context.check_size(text, "messages")
             return context.tokenizer.encode(text, bool(request.add_special_tokens))
 
         try:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from relay.api.detokenizer import Detokenizer, TokenTexts
-from relay.api.errors import ApiError
+from relay.api.errors import ApiError, context_length_exceeded
 from relay.api.metrics import ApiMetrics
 from relay.api.prompts import Prompt
 from relay.api.tokenization import TokenizerPool
@@ -97,7 +97,7 @@ class Context:
     def submission(self, request: GenerationRequest, ids: list[int], params: SamplingParams, n: int) -> Submission:
         return Submission(ids, params, n, request.cache_salt or "", bool(request.relay_capture))
 
-    async def encode_prompts(self, prompts: list[Prompt], add_special_tokens: bool, param: str) -> list[list[int]]:
+    async def encode_prompts(self, prompts: list[Prompt], add_special: bool, param: str) -> list[list[int]]:
         """Token ids of each prompt, texts tokenized in a thread. Raises ApiError for a text that cannot fit the context."""
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -106,10 +106,14 @@ class Context:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
         def work() -> list[list[int]]:
-            return [
-                self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
+            context = self.gateway.model.max_model_len
+            tokenized = []
+            for prompt in prompts:
+                ids = self.tokenizer.encode(prompt, add_special) if isinstance(prompt, str) else prompt
+                if len(ids) > context:  # the others need not be tokenized any more
+                    raise context_length_exceeded(context, len(ids), 0, param)
+                tokenized.append(ids)
+            return tokenized
 
         return await self.pool.run(work)
 
