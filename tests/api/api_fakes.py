@@ -9,7 +9,6 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -106,6 +105,7 @@ class FakeGateway:
         self.cancelled: list[int] = []
         self.finished_choices: list[tuple[int, int]] = []
         self.submissions: list[Submission] = []
+        self.burst = 1  # tokens of one delivery
         self.is_ready = True
         self.is_healthy = (True, "")
         self.fail_after: tuple[int, RequestFailure] | None = None  # (tokens, failure) for every request
@@ -169,28 +169,37 @@ class FakeGateway:
             self._running = [r for r in self._running if r.request != running.request]
             running.sink.failed(self.fail_after[1])
             return
-        token, logits = self._sample(running)
-        position = len(running.output)
-        running.output.append(token)
-        finish: Any = None
-        if token in params.eos_token_ids or token in params.stop_token_ids:
-            finish = "stop"
-        elif len(running.output) >= params.max_tokens:
-            finish = "length"
-        if finish:
-            self._running.remove(running)
-        delivery = Delivery(running.choice, position, [token], finish)
-        if position == 0:
+        delivery = Delivery(running.choice, len(running.output), [])
+        if not running.output:
             delivery.cached_tokens = min(16, len(running.submission.token_ids) - 1) // 16 * 16
         if params.logprobs is not None:
-            norm = math.log(sum(math.exp(value) for value in logits.values()))
-            best = sorted(logits.items(), key=lambda item: (-item[1], item[0]))[: params.logprobs]
-            delivery.logprobs = [(logits[token] - norm, [(i, value - norm) for i, value in best])]
+            delivery.logprobs = []
         if running.submission.capture:
-            delivery.logit_digests = [hashlib.blake2b(repr(sorted(logits.items())).encode(), digest_size=16).digest()]
-            if finish:
+            delivery.logit_digests = []
+        while len(delivery.token_ids) < self.burst and delivery.finish is None:
+            self._add_token(running, delivery)
+        if delivery.finish:
+            self._running.remove(running)
+            if running.submission.capture:
                 delivery.kv_digests = [bytes(16)]
         running.sink.tokens(delivery)
+
+    def _add_token(self, running: _Running, delivery: Delivery) -> None:
+        params = running.submission.params
+        token, logits = self._sample(running)
+        running.output.append(token)
+        delivery.token_ids.append(token)
+        if token in params.eos_token_ids or token in params.stop_token_ids:
+            delivery.finish = "stop"
+        elif len(running.output) >= params.max_tokens:
+            delivery.finish = "length"
+        if delivery.logprobs is not None:
+            norm = math.log(sum(math.exp(value) for value in logits.values()))
+            best = sorted(logits.items(), key=lambda item: (-item[1], item[0]))[: params.logprobs]
+            delivery.logprobs.append((logits[token] - norm, [(i, value - norm) for i, value in best]))
+        if delivery.logit_digests is not None:
+            raw = repr(sorted(logits.items())).encode()
+            delivery.logit_digests.append(hashlib.blake2b(raw, digest_size=16).digest())
 
     def _logits(self, context: list[int], prompt: int) -> dict[int, float]:
         """Raw logits over a few candidates, from a hash of the whole context."""

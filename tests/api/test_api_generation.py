@@ -117,6 +117,30 @@ def test_a_stop_string_ends_one_choice_of_several(client: httpx.Client, gateway:
     assert gateway.cancelled == []
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_several_tokens_in_one_delivery_change_nothing(client: httpx.Client, gateway: FakeGateway, path: str) -> None:
+    """Also where a stop string is complete in the middle of a delivery: what follows it there is overshoot."""
+    logprobs = {"logprobs": 2} if path == TEXT else {"logprobs": True, "top_logprobs": 2}
+    details = {"return_token_ids": True, "relay_capture": True, **logprobs}
+    whole = _text(_plain(client, path, _body(path))["choices"][0])
+    for stop in (None, whole[len(whole) // 2 :][:3], whole[5:9]):
+        body = _body(path, stop=stop, **details)
+        answers = []
+        for gateway.burst in (1, 3, 7):
+            answer = _plain(client, path, body)
+            chunks = stream(client, path, body)
+            assert joined(chunks).get(0, "") == _text(answer["choices"][0])
+            ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+            assert ids == answer["choices"][0]["token_ids"]
+            assert len(ids) == answer["usage"]["completion_tokens"]
+            answer["choices"][0]["relay"].pop(
+                "kv_digests"
+            )  # come with the engine's finish, which a stop string precedes
+            answers.append((answer["choices"], answer["usage"]))
+        assert answers[0] == answers[1] == answers[2]
+    assert gateway.num_running == 0
+
+
 def test_stop_token_ids_end_and_are_not_shown(client: httpx.Client) -> None:
     whole = _plain(client, TEXT, _body(TEXT, return_token_ids=True))["choices"][0]
     token = whole["token_ids"][3]
