@@ -1,6 +1,12 @@
-"""The constants of the canon (docs/decisions/0003-canon.md), each in one place. Changing one changes ``CANON_VERSION``."""
+"""The constants of the canon (docs/decisions/0003-canon.md), each in one place. Changing one changes ``CANON_VERSION``.
+
+``parts`` goes into the numerics id, so two processes whose constants differ never mix their KV or resume each other's
+sequences. Sizes that touch no order of additions (block size, batch limits, threads, panel width) are not here.
+"""
 
 from typing import Final
+
+from relay.protocol.block_hash import UNIT_TOKENS
 
 CANON_VERSION: Final = 1
 
@@ -28,3 +34,21 @@ EXP2_COEFFICIENTS: Final = tuple(
 )
 EXP2_MIN: Final = -126.0  # below: exactly 0
 EXP2_MAX: Final = 127.0  # above: as 127, so that the result stays finite
+
+GREEDY_BELOW: Final = 1e-5  # temperatures under this take the highest logit (``SamplingParams.greedy``)
+WEIGHT_BITS: Final = 40  # sampling weights are floor(2^40 * exp(l - max)); the fp64 polynomials are in sampler_math.py
+
+
+def parts() -> dict[str, str]:
+    """Version and constants as the numerics id takes them."""
+    return {
+        "canon": str(CANON_VERSION),
+        "lanes": str(LANES),
+        "tile": str(TILE),
+        "split": str(SPLIT),
+        "unit": str(UNIT_TOKENS),
+        "max_start": repr(MAX_START),
+        "log2e": f"{LOG2E.hex()} {LOG2E_64.hex()}",
+        "exp2": " ".join(value.hex() for value in (*EXP2_COEFFICIENTS, EXP2_MIN, EXP2_MAX)),
+        "sampling": f"{GREEDY_BELOW!r} {WEIGHT_BITS}",
+    }
