@@ -8,6 +8,8 @@ import pytest
 from api_fakes import MULTIBYTE, FakeGateway
 from sse_client import finish_reasons, joined, stream
 
+from relay.api.context import Context
+from relay.api.validation import ApiLimits
 from relay.models.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -259,6 +261,16 @@ def test_defaults(client: httpx.Client, gateway: FakeGateway) -> None:
     assert one.params.eos_token_ids == (0, 2)
     assert chat.params.max_tokens == 512 - len(chat.token_ids)
     assert len({one.params.seed, two.params.seed, chat.params.seed}) == 3
+
+
+def test_seeds_can_be_drawn_from_one_seed(gateway: FakeGateway, tokenizer: Tokenizer) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        context = Context(gateway, tokenizer, None, ("fake",), ApiLimits(), seed)
+        return [context.draw_seed() for _ in range(3)]
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert drawn(None) != drawn(None)
+    assert all(0 <= seed < 2**64 for seed in drawn(7) + drawn(None))
 
 
 def test_capture(client: httpx.Client) -> None:

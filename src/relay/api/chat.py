@@ -96,7 +96,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         params = sampling_params(request, model, limits, logprobs)
         ids = await self._tokenize(request)
         max_tokens = fit(model.max_model_len, len(ids), asked, None, "messages")
-        submission = context.submission(request, ids, with_prompt(params, request, max_tokens), n)
+        submission = context.submission(request, ids, with_prompt(params, request, max_tokens, context.draw_seed), n)
         choices = [new_choice(k, ids, submission.params, wanted, context.detokenizer) for k in range(n)]
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
         kind = "chat.completion.chunk" if stream else "chat.completion"

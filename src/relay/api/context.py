@@ -1,8 +1,10 @@
 """What every endpoint needs: the gateway, the tokenizer, the limits, and the identity of answers."""
 
+import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -80,7 +82,9 @@ class Context:
         chat_template: ChatTemplate | None,
         served_names: Sequence[str],
         limits: ApiLimits,
+        seed: int | None = None,
     ) -> None:
+        """``seed`` makes the seeds of requests without one repeatable: they are drawn in order of admission."""
         self.gateway = gateway
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -89,7 +93,8 @@ class Context:
         self.detokenizer = Detokenizer(tokenizer)
         self.pool = TokenizerPool(limits)
         self.metrics = ApiMetrics(self.served_names[0])
-        self.created = int(time.time())
+        bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
+        self.draw_seed = partial(bits, 64)
 
     def identity(self, prefix: str, kind: str, model: str | None) -> Identity:
         return Identity(prefix, kind, model or self.served_names[0], self.gateway.model.numerics_id)
