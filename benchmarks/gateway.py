@@ -125,7 +125,10 @@ async def load(arguments: argparse.Namespace, pid: int, port: int) -> dict[str, 
     loop = asyncio.get_running_loop()
     for _ in range(arguments.streams):
         await loop.create_connection(lambda: Stream(body), "127.0.0.1", port)
+    deadline = time.monotonic() + 20
     while Stream.open_streams < arguments.streams:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"only {Stream.open_streams} of {arguments.streams} streams began; events {Stream.events}")
         if Stream.refused:
             raise SystemExit(f"a stream was refused: {Stream.refused}")
         await asyncio.sleep(0.05)
