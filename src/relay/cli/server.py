@@ -111,7 +111,7 @@ class Server:
         )
         log = WorkerLog(hold=config.log_level != "debug")
         workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
-        shell = GatewayShell(GatewayCore(config.control, info, config.slots), workers)
+        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
         workers.attach(shell)
         http: HttpServer | None = None
         try:

@@ -40,7 +40,7 @@ class Membership:
 
     def launch(self, worker: Worker, now_ns: int) -> None:
         worker.begin(worker.incarnation + 1, now_ns)
-        self._state.commands.append(LaunchWorker(worker.key, worker.role))
+        self._state.commands.append(LaunchWorker(worker.key, worker.role, worker.last_cause))
 
     def connected(self, event: WorkerConnected, now_ns: int) -> None:
         hello = event.hello

@@ -304,7 +304,10 @@ class GatewayShell:
                 connection.close()
 
     def _launch(self, command: LaunchWorker) -> None:
-        logger.info("starting %s (incarnation %d)", command.worker.worker, command.worker.incarnation)
+        if command.cause:
+            logger.warning("restarting %s (incarnation %d): %s", *command.worker, command.cause)
+        else:
+            logger.info("starting %s (incarnation %d)", *command.worker)
         self._launcher.start(command.worker, command.role)
 
     def _worker_gave_up(self, command: WorkerGaveUp) -> None:
