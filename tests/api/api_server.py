@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import uvicorn
 from api_fakes import FakeGateway, FakeTemplate, FakeTokenizer, byte_level_tokenizer
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from relay.api.app import UVICORN_OPTIONS, create_app
 
 
 @contextmanager
-def served(app: Starlette) -> Iterator[str]:
+def served(app: ASGIApp) -> Iterator[str]:
     """Yields the base URL; the server ends with the block."""
     config = uvicorn.Config(app, host="127.0.0.1", port=0, **UVICORN_OPTIONS)
     server = uvicorn.Server(config)

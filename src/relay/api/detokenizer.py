@@ -6,7 +6,8 @@ are not part of the text. Text is given out only when no later token can change 
 
 Byte-level vocabularies (GPT-2's mapping of bytes to printable characters) need no call into the tokenizer: a token is a byte
 string and text is their concatenation read as UTF-8. Every other decoder is asked for the text of a short window of
-tokens, once with and once without the new ones.
+tokens, once with and once without the new ones. There is one difference to their ``decode``: it turns the whole of an
+ill-formed run of byte tokens into U+FFFD, here its good characters before the fault stay, because they may be out already.
 """
 
 from codecs import utf_8_decode

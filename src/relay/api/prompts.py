@@ -12,7 +12,10 @@ _any = msgspec.json.Decoder()
 
 
 def parse_prompts(raw: bytes, *, vocab_size: int, context: int, max_prompts: int) -> list[Prompt]:
-    """The prompts in order, from stripped JSON. Raises ApiError with ``param`` 'prompt'. Long lists of ids are refused before they are built."""
+    """The prompts in order, from stripped JSON. Raises ApiError with ``param`` 'prompt'.
+
+    A list of more ids than the context has room for is refused before it is built.
+    """
     if raw.startswith(b'"'):
         return [_decode_text(raw)]
     if not raw.startswith(b"["):
