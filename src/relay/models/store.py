@@ -10,73 +10,23 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from relay.errors import CorruptModelError, ModelNotFoundError
-from relay.kernels.program import Program
 from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
-from relay.models.chat_template import ChatTemplate, ChatTemplateError
-from relay.models.checkpoint import Checkpoint, TokenizerFiles
-from relay.models.config import ModelConfig
+from relay.models.checkpoint import Checkpoint
 from relay.models.fetch import Fetcher, NetworkFetcher, missing_offline
 from relay.models.llama import build_program
+from relay.models.loaded import LoadedModel
 from relay.models.pack import VERSION, Pack, Storage
 from relay.models.packer import write_pack
 from relay.models.progress import NoProgress, Progress
-from relay.models.tokenizer import Tokenizer
+
+__all__ = ["LoadedModel", "ModelStore", "default_cache_dir", "open_checkpoint", "open_model"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """An open model. Texts are decoded when first asked for: workers need none of them."""
-
-    name: str
-    pack: Pack
-    program: Program
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.pack.config
-
-    @property
-    def digest(self) -> str:
-        return self.pack.digest
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens a sequence may have: the rows of the RoPE tables."""
-        return self.pack.config.max_positions
-
-    @cached_property
-    def tokenizer_files(self) -> TokenizerFiles:
-        return self.pack.tokenizer_files()
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Raises CorruptModelError if the model has no usable tokenizer."""
-        return Tokenizer(self.tokenizer_files.json, str(self.pack.path))
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        """None if the model has no template. Raises CorruptModelError for one that does not compile."""
-        files = self.tokenizer_files
-        if files.chat_template is None:
-            return None
-        try:
-            return ChatTemplate(files.chat_template, files.special_tokens)
-        except ChatTemplateError as error:
-            raise CorruptModelError(f"{self.pack.path}: {error}") from error
-
-    @property
-    def generation_defaults(self) -> dict[str, object]:
-        """generation_config.json of the model, empty if it had none."""
-        return self.tokenizer_files.generation
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
