@@ -35,7 +35,14 @@ from relay.kernels.weights import Encoding, PackedMatrix
 
 LAYERS = 30
 GEOMETRY = Geometry(
-    num_layers=LAYERS, hidden=576, intermediate=1536, num_heads=9, num_kv_heads=3, head_dim=64, vocab=49152, max_positions=8192
+    num_layers=LAYERS,
+    hidden=576,
+    intermediate=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab=49152,
+    max_positions=8192,
 )
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 
@@ -196,7 +203,9 @@ def main() -> None:
             peak = backend.run_fma(8 * threads) / timer.least(lambda k=backend, t=threads: k.run_fma(8 * t)) / 1e9
             region = np.ones(64 << 20, np.float32)
             bandwidth = region.nbytes / timer.least(lambda k=backend, r=region: k.run_read(r)) / 1e9
-            print(f"\n{encoding_name}, {threads} threads, {backend.isa}: peak {peak:.0f} GFLOP/s, memory {bandwidth:.1f} GB/s")
+            print(
+                f"\n{encoding_name}, {threads} threads, {backend.isa}: peak {peak:.0f} GFLOP/s, memory {bandwidth:.1f} GB/s"
+            )
             print(f"{'op':<12}{'rows':>6}{'ms':>10}{'GFLOP/s':>10}{'of peak':>9}{'GB/s':>8}{'of mem':>8}")
             for name, program in programs().items():
                 if wanted and name not in wanted:
@@ -223,7 +232,9 @@ def main() -> None:
                 backend.load(program, weights)
                 backend.allocate_kv(256 * 9, 64, "float32")
                 for length in map(int, arguments.prompts.split(",")):
-                    chunks = [make_batch(1, min(512, length - at), min(at + 512, length)) for at in range(0, length, 512)]
+                    chunks = [
+                        make_batch(1, min(512, length - at), min(at + 512, length)) for at in range(0, length, 512)
+                    ]
                     seconds = timer.least(
                         lambda c=chunks, p=program, k=backend: [k.run(0, len(p.ops), batch) for batch in c]
                     )
@@ -237,7 +248,12 @@ def main() -> None:
             backend.close()
     if arguments.json:
         processor = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
-        record = {"machine": platform.platform(), "processor": processor, "cpu_time": arguments.cpu_time, "results": results}
+        record = {
+            "machine": platform.platform(),
+            "processor": processor,
+            "cpu_time": arguments.cpu_time,
+            "results": results,
+        }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

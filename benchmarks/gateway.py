@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/gateway.py [--streams 256] [--rate 75] [--seconds 10] [--model smollm2] [--json FILE]
 
-One process is the gateway (the real app on uvicorn, the real tokenizer); its CPU time is read from the kernel over the window in which
-every stream runs. A second process is the fake engine. This one holds the streams' sockets and counts events.
+One process is the gateway (the real app on uvicorn, the real tokenizer); its CPU time is read from the kernel over windows in
+which every stream runs. A second process is the fake engine. This one holds the streams' sockets and counts events.
 """
 
 import argparse
@@ -98,7 +98,8 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(self._body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(self._body)}\r\n\r\n"
         transport.write(head.encode() + self._body)
 
     def data_received(self, data: bytes) -> None:

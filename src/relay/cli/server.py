@@ -237,4 +237,4 @@ def _open_model(config: ServeConfig) -> "LoadedModel":
 def _create_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
     from relay.api.app import create_app
 
-    return create_app(shell, model.tokenizer, model.chat_template)
+    return create_app(shell, model.tokenizer, model.chat_template, seed=config.seed)
