@@ -94,6 +94,14 @@ def test_what_can_never_fit_is_refused_at_once(split):
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_small_kv_cache_limits_the_context(launch):
+    server = launch("--kv-cache-memory", "64k").ready()
+    status, answer = server.call("/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
+    assert status == 400
+    assert "maximum context length is 128 tokens" in answer["error"]["message"]
+    assert len(server.complete(PROMPT[:100], 20)) == 20
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish_and_leaves_nothing(launch, number):
     server = launch("--prefill", "0").ready()
@@ -167,7 +175,8 @@ def test_port_in_use_is_one_line_before_anything_starts(launch):
         (["--no-such-flag"], 2, "--no-such-flag"),
         (["--max-model-len", "100000"], 2, "--max-model-len 100000"),
         (["--host", "203.0.113.1"], 2, "203.0.113.1"),
-        (["--kv-cache-memory", "4k"], 4, "KV"),
+        (["--kv-cache-memory", "4k"], 4, "kv_cache_memory of 4096 bytes"),
+        (["--kv-cache-memory", "64k", "--max-model-len", "500"], 4, "--max-model-len 500 does not fit"),
     ],
 )
 def test_bad_flags_are_one_line(launch, arguments, code, words):

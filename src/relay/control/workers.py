@@ -9,7 +9,7 @@ from relay.config import MILLISECOND
 from relay.control.events import LauncherExited
 from relay.control.transitions import WORKER_TRANSITIONS, ChoiceState, WorkerState, WorkerTrigger
 from relay.ids import WorkerKey
-from relay.protocol.messages import CacheChanged, Heartbeat, Hello, Load, Role
+from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello, Load, Role
 
 if TYPE_CHECKING:
     from relay.control.requests import Choice
@@ -45,6 +45,7 @@ class Worker:
         self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
         self.last_cause = ""
         self.exit: LauncherExited | None = None
+        self.engine_exit: EngineExited | None = None
         self.gave_up = False
         # load
         self.load: Load | None = None
@@ -103,7 +104,7 @@ class Worker:
         self.beat = None
         self.frozen_since_ns = 0
         self.suspect = False
-        self.exit = None
+        self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
         self.victims = []
         self.load = None
