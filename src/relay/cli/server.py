@@ -16,12 +16,12 @@ import click
 import uvloop
 
 from relay.cli.listener import open_listener
-from relay.cli.workers import LocalWorkers
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
 from relay.errors import DoesNotFitError, StartupError, UsageError
+from relay.local.workers import LocalWorkers
 
 if TYPE_CHECKING:
     from relay.models.store import LoadedModel

@@ -95,7 +95,9 @@ class CpuBackend:
         if dtype not in _KV_BYTES:
             raise UsageError(f"KV cache dtype {dtype!r}: use {' or '.join(_KV_BYTES)}")
         if block_size < 16 or block_size % 16 or num_blocks < 1:
-            raise UsageError(f"{num_blocks} blocks of {block_size} tokens: a block holds a positive multiple of 16 tokens")
+            raise UsageError(
+                f"{num_blocks} blocks of {block_size} tokens: a block holds a positive multiple of 16 tokens"
+            )
         layer_bytes = 2 * block_size * geometry.kv_width * _KV_BYTES[dtype]
         model = self._model
         model.layer_bytes, model.block_bytes = layer_bytes, layer_bytes * geometry.num_layers
@@ -142,7 +144,9 @@ class CpuBackend:
             return bound
         tokens, rows, sampled = len(batch.token_ids), len(batch.slots), len(batch.sampled_rows)
         if not 0 < tokens <= self._max_tokens or sampled > self._max_sampled:
-            raise ValueError(f"{tokens} tokens and {sampled} sampled rows; at most {self._max_tokens} and {self._max_sampled}")
+            raise ValueError(
+                f"{tokens} tokens and {sampled} sampled rows; at most {self._max_tokens} and {self._max_sampled}"
+            )
         if len(batch.positions) != tokens or len(batch.row_starts) != rows + 1 or len(batch.block_tables) != rows:
             raise ValueError("the arrays of the batch have different lengths")
         if not self._kv.size:
@@ -206,7 +210,13 @@ class CpuBackend:
         )
 
     def _move_kv(
-        self, function: "ctypes._FuncPointer", layer: int, block_table: np.ndarray, first: int, count: int, data: np.ndarray
+        self,
+        function: "ctypes._FuncPointer",
+        layer: int,
+        block_table: np.ndarray,
+        first: int,
+        count: int,
+        data: np.ndarray,
     ) -> int:
         geometry = self._loaded().program.geometry
         table = np.ascontiguousarray(block_table, dtype=np.int32)
@@ -218,7 +228,13 @@ class CpuBackend:
             raise ValueError(records.ERRORS[3])
         crc = ctypes.c_uint32()
         status = function(
-            ctypes.addressof(self._model), layer, table.ctypes.data, first, count, data.ctypes.data, ctypes.addressof(crc)
+            ctypes.addressof(self._model),
+            layer,
+            table.ctypes.data,
+            first,
+            count,
+            data.ctypes.data,
+            ctypes.addressof(crc),
         )
         if status:
             raise ValueError(records.ERRORS[status])

@@ -15,7 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=default", "-Wall", "-Wextra")
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=default",
+    "-Wall",
+    "-Wextra",
+)
 _VARIANTS = {
     "x86_64": {
         "avx512": (
@@ -64,7 +73,10 @@ def build(compiler: str | None = None, only: list[str] | None = None) -> list[Pa
     digest = source_digest()
     chosen = {isa: flags for isa, flags in variants().items() if only is None or isa in only}
     sources = sorted(FOLDER.glob("*.c"))
-    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".build-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=FOLDER, prefix=".build-") as folder,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         jobs = []
         for isa, flags in chosen.items():
             for source in sources:

@@ -51,9 +51,14 @@ class _ProbeWeights:
     """Values in [-0.5, 0.5) from integer arithmetic alone; each encoding is used once."""
 
     def matrix(self, name: str) -> PackedMatrix:
-        n, k = {"embed": (70, 64), "qkv": (128, 64), "o": (64, 64), "gate_up": (192, 64), "down": (64, 96), "head": (70, 64)}[
-            name
-        ]
+        n, k = {
+            "embed": (70, 64),
+            "qkv": (128, 64),
+            "o": (64, 64),
+            "gate_up": (192, 64),
+            "down": (64, 96),
+            "head": (70, 64),
+        }[name]
         values = _values(name, n * k).reshape(n, k)
         match name:
             case "embed" | "o":

@@ -119,7 +119,9 @@ class _Binder:
             raise CorruptModelError(f"{name} is [{matrix.n}, {matrix.k}], the model needs [{n}, {k}]")
         data = matrix.data
         if data.dtype != np.uint8 or data.size != packed_bytes(n, k, matrix.encoding) or not data.flags.c_contiguous:
-            raise CorruptModelError(f"{name}: {data.size} packed bytes instead of {packed_bytes(n, k, matrix.encoding)}")
+            raise CorruptModelError(
+                f"{name}: {data.size} packed bytes instead of {packed_bytes(n, k, matrix.encoding)}"
+            )
         self.kept.append(data)
         self.widest_k = max(self.widest_k, k)
         return {"encoding": int(matrix.encoding), "n": n, "k": k, "weight": data.ctypes.data}
