@@ -80,7 +80,7 @@ def tokenizer() -> Tokenizer:
 def loaded_model() -> Any:
     from relay.models.store import default_cache_dir, open_model
 
-    return open_model("smollm2", cache_dir=default_cache_dir(), offline=False)
+    return open_model("smollm2", cache_dir=default_cache_dir(os.environ), offline=False)
 
 
 def transformers_folder() -> Path:

@@ -131,9 +131,7 @@ class WorkerConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
-        _check(
-            self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive"
-        )
+        _check(self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive")
 
 
 @dataclass(frozen=True, slots=True)

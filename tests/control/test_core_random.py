@@ -25,7 +25,9 @@ def chaos(seed: int, topology: int, faults: int, kv_blocks: int) -> World:
     for _ in range(12):
         world.run(rng.randrange(30))
         prompt = [rng.randrange(1000) for _ in range(rng.choice([1, 5, 63, 64, 65, 150, 200]))]
-        failure = world.submit(prompt, max_tokens=rng.choice([1, 2, 7, 30]), n=rng.choice([1, 1, 2, 3]), seed=rng.randrange(5))
+        failure = world.submit(
+            prompt, max_tokens=rng.choice([1, 2, 7, 30]), n=rng.choice([1, 1, 2, 3]), seed=rng.randrange(5)
+        )
         assert failure is None or failure.code == "kv_cache_exceeded"
         action = rng.randrange(6)
         if action < 2 and faults:

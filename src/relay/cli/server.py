@@ -16,12 +16,12 @@ import click
 import uvloop
 
 from relay.cli.listener import open_listener
-from relay.cli.workers import LocalWorkers
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
-from relay.errors import StartupError, UsageError
+from relay.errors import StartupError
+from relay.local.workers import LocalWorkers
 
 if TYPE_CHECKING:
     from relay.models.store import LoadedModel
@@ -152,7 +152,9 @@ class Server:
 
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:
         """Until a signal or the end of the HTTP server; then let running requests finish within the grace period."""
-        waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())}
+        waits: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())
+        }
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()

@@ -1,7 +1,7 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
@@ -19,8 +19,15 @@ class LocalWorkers:
     """Implements the shell's ``WorkerLauncher`` with child processes of this one. Call ``attach`` before the first start."""
 
     def __init__(
-        self, config: WorkerConfig, pack_path: str, model_digest: str, on_line: Callable[[str, str], None]
+        self,
+        config: WorkerConfig,
+        pack_path: str,
+        model_digest: str,
+        on_line: Callable[[str, str], None],
+        *,
+        perturb: Mapping[str, str] | None = None,
     ) -> None:
+        """``perturb``: worker id → perturbation, for ``relay verify --inject`` alone."""
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -28,6 +35,7 @@ class LocalWorkers:
         self._keys: dict[str, WorkerKey] = {}
         self._shell: GatewayShell | None = None
         self._last_exits: dict[str, LaunchExit] = {}
+        self._perturb = perturb or {}
         self.gateway = ""
 
     def attach(self, shell: GatewayShell) -> None:
@@ -74,6 +82,7 @@ class LocalWorkers:
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            perturb=self._perturb.get(worker.worker, ""),
         )
 
     def _exited(self, end: LaunchExit) -> None:
