@@ -216,8 +216,9 @@ def test_a_poisoned_prompt_fails_alone(plan_ahead):
     idle(engine)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("plan_ahead", [False, True])
-def test_one_exception_without_a_culprit_costs_nobody_anything(plan_ahead):
+def test_one_exception_without_a_culprit_costs_nobody_anything(plan_ahead, late):
     engine = Engine(limits(block_size=32, max_num_batched_tokens=32), plan_ahead=plan_ahead)
     items = [work(r, PROMPT[: 10 + 9 * r], 20, seed=r) for r in range(4)] + [
         work(9, PROMPT, 20, choice=c) for c in range(3)
@@ -225,9 +226,10 @@ def test_one_exception_without_a_culprit_costs_nobody_anything(plan_ahead):
     for item in items:
         engine.scheduler.add(item)
     for step in range(60):
-        engine.backend.raises = step % 7 == 3 and len(engine.scheduler._roster.running()) > 1
+        raises = step % 7 == 3 and engine.scheduler.load().running > 1
+        engine.backend.raises, engine.backend.raises_late = raises and not late, raises and late
         engine.step()
-    engine.backend.raises = 0
+    engine.backend.raises = engine.backend.raises_late = 0
     engine.run()
     for item in items:
         got = engine.collected[key_of(item)]
@@ -281,3 +283,50 @@ def test_only_one_step_may_be_planned_ahead():
     assert engine.plan()
     with pytest.raises(RuntimeError, match="two steps"):
         engine.scheduler.plan()
+
+
+def prepare_adoption(engine, shared, late):
+    """A local sequence prefills what a reservation already waits for; then the KV of all of it comes from another engine."""
+    source = Engine(limits())
+    assert engine.scheduler.reserve(shared).cached_tokens == 0
+    source.scheduler.add(shared, prefill_only=True)
+    source.run()
+    first = SampledToken(source.collected[key_of(shared)].tokens[0])
+    late()
+    move(source, engine, shared, first, 0)
+
+
+def test_a_prefilling_sequence_goes_on_behind_blocks_that_arrived_meanwhile():
+    engine = Engine(limits(max_num_batched_tokens=16))
+    shared, local = work(1, PROMPT + PROMPT, 2), work(2, [*PROMPT, *PROMPT, 7, 8], 5)
+
+    def late():
+        engine.scheduler.add(local)
+        engine.step()
+
+    prepare_adoption(engine, shared, late)
+    engine.run()
+    assert engine.collected[key_of(local)].tokens == outputs_of(local)
+    assert engine.collected[key_of(local)].cached_tokens == 64
+    assert engine.scheduler.load().counters["prefill_tokens"] == 16 + 2
+
+
+def test_blocks_adopted_ahead_of_a_step_that_fails_are_not_written():
+    engine = Engine(limits(max_num_batched_tokens=24))
+    shared, other, local = work(1, PROMPT + PROMPT, 2), work(2, [9] * 90, 2), work(3, [*PROMPT, *PROMPT, 7, 8], 5)
+
+    def late():
+        engine.scheduler.add(other)
+        engine.scheduler.add(local)
+        engine.step()
+        assert engine.plan()
+        assert [(row.start, row.count) for row in engine.plans[-1].rows] == [(16, 16), (8, 8)]
+
+    prepare_adoption(engine, shared, late)
+    assert engine.plan()
+    assert (engine.plans[-1].rows[-1].start, engine.plans[-1].rows[-1].count) != (16, 8), "nothing was adopted"
+    engine.backend.raises = 1
+    engine.run()
+    for item in (other, local):
+        assert engine.collected[key_of(item)].tokens == outputs_of(item)
+    assert engine.scheduler.load().counters["step_errors"] == 1

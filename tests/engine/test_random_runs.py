@@ -128,10 +128,10 @@ class Histories(RuleBasedStateMachine):
         if e == 1:
             self.reserved.pop(key, None)
 
-    @rule(e=which)
-    def inject(self, e: int) -> None:
+    @rule(e=which, late=st.booleans())
+    def inject(self, e: int, late: bool) -> None:
         """The next step raises; a row alone is blamed for it, others must not notice."""
-        self.engines[e].backend.raises = 1
+        setattr(self.engines[e].backend, "raises_late" if late else "raises", 1)
         self.injected[e] = True
 
     @rule(e=which)
@@ -178,7 +178,7 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "engines"):
             return
         for engine in self.engines:
-            engine.backend.raises = 0
+            engine.backend.raises = engine.backend.raises_late = 0
             while engine.execute() or engine.land():
                 pass
         moved = True

@@ -73,6 +73,21 @@ def test_tokens_that_part_inside_a_published_block_are_copied_up_to_there():
     assert engine.plans[-1].block_copies
 
 
+def test_a_block_to_be_copied_cannot_be_taken_before_the_step_has_copied_it():
+    engine = Engine(limits(block_size=64, num_blocks=4))
+    engine.serve(work(1, SHARED[:64], 1))
+    engine.scheduler.add(work(2, [*SHARED[:40], 1, 2], 1))
+    assert engine.plan()
+    ((source, _),) = engine.plans[-1].block_copies
+    reservation = engine.scheduler.reserve(work(3, [5] * 100, 1))
+    assert reservation is not None
+    assert source not in reservation.block_table
+    assert engine.scheduler.reserve(work(4, [6] * 10, 1)) is None
+    engine.execute()
+    engine.land()
+    assert engine.scheduler.reserve(work(4, [6] * 10, 1)) is not None
+
+
 def test_the_last_token_is_never_taken_from_the_cache():
     engine = Engine(limits())
     for request in (1, 2):

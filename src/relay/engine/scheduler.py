@@ -202,7 +202,6 @@ class Scheduler:
         self._counters.step_errors += 1
         for later in self._flights:
             later.void = True
-        self._builder.forget_flights()
         blamed = [s for row, s in zip(flight.rows, flight.sequences, strict=True) if row.slot in blamed_slots]
         if len(flight.rows) == 1:
             blamed = flight.sequences

@@ -58,10 +58,6 @@ class StepBuilder:
             if computing.get(part) == flight.step:
                 del computing[part]
 
-    def forget_flights(self) -> None:
-        """Nothing in flight counts any more (a step failed)."""
-        self._computing.clear()
-
     def count_cached(self, sequence: Sequence, start: int, stop: int) -> None:
         """Positions start..stop-1 need no computing; those computed here before a preemption are no cache hits."""
         new = stop - max(start, sequence.high_water)
