@@ -75,7 +75,7 @@ def test_exactly_once_under_chaos(seed: int, topology: int, faults: int, kv_bloc
 @pytest.mark.parametrize("topology", range(4))
 def test_all_workers_killed_at_every_step(topology: int) -> None:
     """A kill of every worker at each moment of one request's life, one moment per run."""
-    for moment in range(0, 24):
+    for moment in range(24):
         world = World(lambda n: 0, TOPOLOGIES[topology]).ready()
         assert world.submit(list(range(100)), max_tokens=6) is None
         world.run(moment)

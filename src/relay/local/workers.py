@@ -12,8 +12,6 @@ from relay.ids import WorkerKey
 from relay.protocol.messages import Role
 from relay.worker.spec import WorkerSpec, encode_spec
 
-ERROR_PREFIX = "relay: "
-
 
 class LocalWorkers:
     """Implements the shell's ``WorkerLauncher`` with child processes of this one. Call ``attach`` before the first start."""
@@ -56,14 +54,11 @@ class LocalWorkers:
     def explain(self, worker: WorkerKey, status: int | None, reason: str) -> RelayError:
         """The error of a worker that cannot start: in its own words and with its own exit code where it has any."""
         last = self._last_exits.get(worker.worker)
-        words = next(
-            (line for line in reversed(last.last_lines if last else ()) if line.startswith(ERROR_PREFIX)), None
-        )
+        words = next((line for line in reversed(last.last_lines if last else ()) if line.strip()), "")
         kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
-        if words is not None and status in kinds:
-            return kinds[status](f"{worker.worker}: {words[len(ERROR_PREFIX) :]}")
-        final = next((line for line in reversed(last.last_lines if last else ()) if line.strip()), "")
-        return StartupError(f"{worker.worker} cannot start ({reason})" + (f": {final}" if final else ""))
+        if words and status in kinds:
+            return kinds[status](words)
+        return StartupError(f"{worker.worker} cannot start ({reason})" + (f": {words}" if words else ""))
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
