@@ -41,8 +41,8 @@ class _Reader(gguf.GGUFReader):
 
     _plain: np.ndarray
 
-    @property
-    def data(self) -> np.ndarray:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray:
         return self._plain
 
     @data.setter
