@@ -50,6 +50,11 @@ class Tokenizer:
         self._byte_level = _is_byte_level(document.decoder, where)
         self._bytes: dict[int, bytes] = dict(self._added)
 
+    @property
+    def byte_level(self) -> bool:
+        """Whether text is the concatenation of ``token_bytes`` read as UTF-8."""
+        return self._byte_level
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special`` adds what the tokenizer puts around a prompt (BOS). Raises TokenizeError."""
         try:

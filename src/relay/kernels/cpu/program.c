@@ -74,3 +74,6 @@ void relay_exp2(const float *x, float *y, int64_t n)
 }
 
 size_t relay_sizeof(int what) { return what == 0 ? sizeof(op_t) : what == 1 ? sizeof(model_t) : sizeof(batch_t); }
+
+/* Digest of the sources this library was built from (build.py); only named here, so that a change recompiles it. */
+const char *relay_source_digest(void) { return RELAY_SOURCE_DIGEST; }

@@ -1,0 +1,113 @@
+"""Which workers compute a choice: longest cached prefix against load, within one numerics id."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from relay.config import SECOND
+from relay.control.requests import Choice
+from relay.control.state import ClusterState
+from relay.control.transitions import WorkerState
+from relay.control.workers import Worker
+from relay.protocol.block_hash import UNIT_TOKENS
+
+SEQUENCE_COST_TOKENS = 32  # a running sequence delays a newcomer about as much as this many prompt tokens
+COMPUTE_WEIGHT = 2  # a token computed again costs this request its wait and everybody the work
+SUSPECT_COST_TOKENS = 1 << 40
+
+
+@dataclass(slots=True)
+class Placement:
+    """``prefill`` None: ``decode`` computes everything. Counts are of tokens not cached there."""
+
+    decode: Worker
+    prefill: Worker | None
+    uncached_decode: int
+    uncached_prefill: int
+
+
+class Router:
+    """Chooses by one cost in tokens: those booked on the worker, its sequences, and twice those of this choice it has not cached.
+
+    So the longest cached prefix wins until load outweighs what it saves. Roles are preferences: without a live decode
+    worker any worker decodes, without a live prefill worker D prefills.
+    """
+
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
+
+    def any_room(self) -> bool:
+        """Whether looking at the queue can be worth while at all."""
+        for worker in self._state.workers.values():
+            if worker.state is WorkerState.READY and (worker.has_room or worker.exclusive is not None):
+                return True
+        return False
+
+    def choose(self, choice: Choice, now_ns: int) -> Placement | None:
+        """A placement for ``choice`` now, or None: it waits."""
+        ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
+        if not ready:
+            return None
+        if choice.blames >= self._state.config.retry.max_blames - 1:
+            return self._alone(choice, ready)
+        decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
+        uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
+        decode = self._cheapest(decoders, uncached, lambda worker: worker.has_room)
+        if decode is None:
+            return None
+        alone = Placement(decode, None, uncached[decode.id], 0)
+        retry = self._state.config.retry
+        if not prefillers or choice.transfer_failures >= retry.max_transfer_failures:
+            return alone
+        short = self._state.config.short_prompt_tokens
+        if uncached[decode.id] < short:
+            # Unless the rest of its prefix is on its way to D: then it waits, and D has the prefix once instead of many times.
+            return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
+        with_kv_room = self._cheapest(decoders, uncached, lambda worker: worker.can_reserve)
+        if with_kv_room is None:
+            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
+            return None if patient else alone
+        prefill = self._cheapest(prefillers, uncached, lambda worker: worker.has_room)
+        if prefill is None:
+            return None
+        return Placement(with_kv_room, prefill, uncached[with_kv_room.id], uncached[prefill.id])
+
+    def _may_serve(self, worker: Worker, choice: Choice) -> bool:
+        return choice.numerics_id is None or worker.numerics_id == choice.numerics_id
+
+    @staticmethod
+    def _cached_tokens(worker: Worker, choice: Choice) -> int:
+        return worker.cached_units(choice.hashes(worker.numerics_id)) * UNIT_TOKENS
+
+    @staticmethod
+    def _uncached(worker: Worker, choice: Choice) -> int:
+        """Tokens to compute or receive there, counting what is on its way; the last token is always computed."""
+        coming = worker.coming_units(choice.hashes(worker.numerics_id)) * UNIT_TOKENS
+        return max(1, choice.num_tokens - coming)
+
+    @staticmethod
+    def _cheapest(workers: Iterable[Worker], uncached: dict[str, int], fits: Callable[[Worker], bool]) -> Worker | None:
+        best: Worker | None = None
+        best_cost = 0
+        for worker in workers:
+            if not fits(worker):
+                continue
+            cost = (
+                worker.backlog_tokens + COMPUTE_WEIGHT * uncached[worker.id] + SEQUENCE_COST_TOKENS * len(worker.live)
+            )
+            if worker.suspect:
+                cost += SUSPECT_COST_TOKENS
+            if best is None or cost < best_cost:
+                best, best_cost = worker, cost
+        return best
+
+    def _alone(self, choice: Choice, ready: list[Worker]) -> Placement | None:
+        """A choice that may be killing engines runs where nothing else does: one worker is kept free for it."""
+        kept = next((worker for worker in ready if worker.exclusive is choice), None)
+        if kept is None:
+            free = [worker for worker in ready if worker.exclusive is None]
+            if not free:
+                return None
+            kept = min(free, key=lambda worker: (len(worker.live), worker.role == "prefill"))
+            kept.exclusive = choice
+        return None if kept.live else Placement(kept, None, choice.num_tokens, 0)
