@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from relay.control.shell import GatewayShell
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-RECEIVE_BUFFER_BYTES = 256 * 1024  # a gateway that lags tells its engines so, instead of letting megabytes wait unseen
+RECEIVE_BUFFER_BYTES = 32 * 1024  # some thousand tokens: one read of a lagging gateway must not hold up everything else
 HELLO_DEADLINE_S = 10.0
 _INCOMING = AgentToGateway | EngineToGateway
 
