@@ -247,7 +247,8 @@ def main() -> None:
                     print(f"prompt of {length}: {seconds * 1e3:.0f} ms, {length / seconds:.0f} tokens/s")
             backend.close()
     if arguments.json:
-        processor = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
         record = {
             "machine": platform.platform(),
             "processor": processor,

@@ -9,7 +9,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "relay"
 
 PURE = [
     "protocol",
+    "engine/admission.py",
     "engine/block_pool.py",
+    "engine/kv_space.py",
+    "engine/limits.py",
+    "engine/roster.py",
+    "engine/slots.py",
+    "engine/step_builder.py",
     "engine/prefix_cache.py",
     "engine/sequence.py",
     "engine/scheduler.py",

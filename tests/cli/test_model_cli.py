@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from gguf_files import write_gguf
 from tiny_models import config_json, random_tensors
 
+from relay.models.cache import packs_dir
 from relay.models.hf_config import parse_config
 
 
@@ -77,7 +78,7 @@ def test_errors_are_relay_errors_with_their_exit_codes(gguf: Path, cache: Path) 
 
 def test_verify_finds_a_flipped_bit(gguf: Path, cache: Path) -> None:
     relay_model("pull", str(gguf))
-    (pack,) = (cache / "packs").glob("*.pack")
+    (pack,) = packs_dir(cache).glob("*.pack")
     data = bytearray(pack.read_bytes())
     data[6000] ^= 1
     pack.write_bytes(data)

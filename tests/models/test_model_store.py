@@ -11,7 +11,7 @@ import pytest
 from gguf_files import write_gguf
 from tiny_models import config_json, random_tensors, write_folder
 
-from relay.errors import CorruptModelError, ModelNotFoundError
+from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
 from relay.models import catalogue, fetch
 from relay.models.cache import cached_packs, remove_cached
 from relay.models.catalogue import PackagedModel
@@ -124,13 +124,22 @@ def test_a_folder_named_like_a_repository_wins(tmp_path: Path, monkeypatch: pyte
     assert ModelStore(tmp_path / "cache", fetcher=NoNetwork()).open("org/model").name == "model"
 
 
-@pytest.mark.parametrize("argument", ["/nonexistent", "/nonexistent/model.gguf", "./none", "nosuchmodel", "a/b/c"])
+@pytest.mark.parametrize(
+    "argument",
+    ["/nonexistent", "/nonexistent/model.gguf", "./none", "nosuchmodel", "a/b/c", "~nosuchuser/x", "x" * 5000],
+)
 def test_missing_model_names_the_argument(argument: str, tmp_path: Path) -> None:
     """B72: at once, with the path in the line."""
     with pytest.raises(ModelNotFoundError) as refused:
         ModelStore(tmp_path, fetcher=NoNetwork()).open(argument)
     assert repr(argument) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(UsageError, match=r"cannot write the cache folder .*/cache: "):
+        open_model(str(tiny_gguf(tmp_path / "tiny.gguf")), cache_dir=tmp_path / "cache")
 
 
 def test_folder_without_config(tmp_path: Path) -> None:

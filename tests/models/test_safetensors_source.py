@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from tiny_models import config_json, random_tensors, write_folder
 
 from relay.errors import CorruptModelError
+from relay.models.cache import packs_dir
 from relay.models.hf_config import parse_config
 from relay.models.safetensors_source import SafetensorsSource
 from relay.models.store import open_model
@@ -67,10 +68,10 @@ def test_wrong_shape_is_named_when_packing(tmp_path: Path) -> None:
     wrong = {**tensors(), "model.layers.0.mlp.down_proj.weight": np.zeros((64, 95), np.float32)}
     folder = write_folder(tmp_path / "m", config_json(), tensors=wrong)
     with pytest.raises(
-        CorruptModelError, match=r"layers\.0\.down has shape \[64, 95\], the config asks for \[64, 96\]"
+        CorruptModelError, match=r"m: weight layers\.0\.down has shape \[64, 95\], the config asks for \[64, 96\]"
     ):
         open_model(str(folder), cache_dir=tmp_path / "cache")
-    assert not list((tmp_path / "cache" / "packs").iterdir())
+    assert not list(packs_dir(tmp_path / "cache").iterdir())
 
 
 def test_truncated_and_damaged_files(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from relay.errors import CorruptModelError, ModelNotFoundError
+from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
 from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
 from relay.models.checkpoint import Checkpoint
@@ -92,8 +92,8 @@ class ModelStore:
     def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
         """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
         suffix = _STORAGE_SUFFIX[storage] + PACK_SUFFIX
-        local = Path(argument).expanduser()
-        if local.exists():
+        local = _local_path(argument)
+        if local is not None:
             if local.suffix == PACK_SUFFIX:
                 return local.stem, local
             return local.resolve().stem, self.packs_dir / (_local_name(local) + suffix)
@@ -111,21 +111,24 @@ class ModelStore:
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
         if not path.exists():
-            with _locked(self.cache_dir / "locks" / path.name):
-                if not path.exists():
-                    write_pack(
-                        self._checkpoint(argument),
-                        path,
-                        storage=storage,
-                        progress=self._progress,
-                        label=f"packing {name}",
-                    )
-                    _remove_outdated(path)
+            try:
+                self._make_pack(argument, name, path, storage)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write the cache folder {self.cache_dir}: {error.strerror or error}"
+                ) from error
         return name, path
 
+    def _make_pack(self, argument: str, name: str, path: Path, storage: Storage) -> None:
+        with _locked(self.cache_dir / "locks" / path.name):
+            if not path.exists():  # else another process made it while we waited
+                source = self._checkpoint(argument)
+                write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                _remove_outdated(path)
+
     def _checkpoint(self, argument: str) -> Checkpoint:
-        local = Path(argument).expanduser()
-        if local.exists():
+        local = _local_path(argument)
+        if local is not None:
             return open_checkpoint(local)
         if argument in ALIASES:
             return open_checkpoint(self._packaged_file(argument, ALIASES[argument]))
@@ -152,6 +155,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from relay.models.gguf_source import GgufSource
 
     return GgufSource(path)
+
+
+def _local_path(argument: str) -> Path | None:
+    """``argument`` as a path, if something is there."""
+    try:
+        path = Path(argument).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # too long for a name, or the home of an unknown user: no path then
+        return None
 
 
 def _local_name(path: Path) -> str:

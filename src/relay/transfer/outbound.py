@@ -69,6 +69,9 @@ class OutboundLink:
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
+
+    def start(self) -> None:
+        """Dial. Transfers may be opened before, so that they hear why it failed."""
         self._writer.start()
 
     @property

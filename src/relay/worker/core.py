@@ -124,8 +124,8 @@ class WorkerCore:
                 self._receive_failed(transfer, reason)
             case SendAcknowledged(transfer):
                 self._send_ended(transfer)
-            case SendFailed(transfer, reason, _):
-                self._send_failed(transfer, reason)
+            case SendFailed(transfer, reason, handed_off):
+                self._send_failed(transfer, reason, handed_off)
             case TimerFired(name):
                 if name == DRAIN_TIMER:
                     self._hand_back_all()
@@ -367,15 +367,15 @@ class WorkerCore:
             self._scheduler.release(held.key)
             self._forget(held)
 
-    def _send_failed(self, transfer: int, reason: str) -> None:
-        """Before the handoff the attempt has failed; after it D's word counts and P only frees."""
+    def _send_failed(self, transfer: int, reason: str, handed_off: bool) -> None:
+        """Before the handoff left, the attempt has failed; after it D's word counts and P only frees."""
         held = self._by_transfer.get(transfer)
         if held is None:
             return
-        if held.state is HeldState.PREFILLING:
-            self._fail(held, reason, retry=True)
-        else:
+        if handed_off:
             self._drop(held, reason)
+        else:
+            self._fail(held, reason, retry=True)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from relay.kernels.cpu import library, records
 from relay.kernels.cpu.memory import reserve
 from relay.kernels.cpu.programs import BoundProgram, bind_program
 from relay.kernels.cpu.sampler import CSampler
+from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Geometry, Program
 from relay.kernels.sampler import SlotState
 from relay.kernels.weights import WeightSource
@@ -58,7 +60,7 @@ class CpuBackend:
         self._last_tokens = np.full(max_sampled, -1, np.int32)
         self._bind_last_tokens()
         self._slots: dict[int, SlotState] = {}
-        self._sampler = CSampler(self._library)
+        self._sampler = CSampler(self._library, self._pool, threads)
         self._bound: _Bound | None = None
         self._num_captured = 0
 
@@ -171,7 +173,7 @@ class CpuBackend:
         bound = self._bind_batch(batch)
         slots = [int(bound.arrays[3][row]) for row in bound.arrays[5]]
         logits = self._buffers[Buffer.L][: len(slots), : self._loaded().program.geometry.vocab]
-        tokens = [self._sampler.draw(logits[i], self._slots[slot], i) for i, slot in enumerate(slots)]
+        tokens = self._sampler.draw_rows(logits, [self._slots[slot] for slot in slots])
         for slot, token in zip(slots, tokens, strict=True):
             self._slots[slot].push(token.token_id)
             self._last_tokens[slot] = token.token_id
@@ -182,6 +184,10 @@ class CpuBackend:
         """See ``Backend.logits``; a copy."""
         vocab = self._loaded().program.geometry.vocab
         return self._buffers[Buffer.L][: self._num_captured, :vocab].copy()
+
+    def buffer(self, buffer: Buffer) -> np.ndarray:
+        """fp32 [rows, width] of ``buffer`` as the last run left it: a view, for tests and comparisons."""
+        return self._buffers[buffer][:, : self._loaded().program.geometry.width(buffer)]
 
     def kv_bytes_per_token_layer(self) -> int:
         """See ``Backend.kv_bytes_per_token_layer``."""
@@ -248,15 +254,12 @@ class CpuBackend:
 
     def numerics(self) -> dict[str, str]:
         """See ``Backend.numerics``. Thread count, instruction set and limits are not in it: they change no bit."""
-        from relay.kernels.cpu.probe import probe_digest  # probe builds a small CpuBackend of its own
-
         return {
-            "backend": self.name,
             **canon.parts(),
-            "class": library.instruction_class(self.isa),
-            "activations": "float32",
+            "instructions": f"cpu {library.instruction_class(self.isa)}",
+            "activation": "float32",
             "kv": self._kv_dtype,
-            "probe": probe_digest(self.isa, self._kv_dtype),
+            "probe": _probe(self.isa, self._kv_dtype),
         }
 
     def run_fma(self, items: int) -> int:
@@ -284,3 +287,8 @@ class CpuBackend:
         if self._program is None:
             raise ValueError("no program is loaded")
         return self._program
+
+
+@cache
+def _probe(isa: str, kv_dtype: str) -> str:
+    return probe_digest(CpuBackend(1, isa, max_tokens=64, max_sampled=4), kv_dtype)

@@ -25,12 +25,12 @@ _FLAGS = (
     "-Wall",
     "-Wextra",
 )
-_VARIANTS = {
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-msse4.2")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "avx512": (
-            "-DRELAY_AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -msse4.2 -mprefer-vector-width=512"
-        ).split(),
-        "avx2": "-DRELAY_AVX2 -mavx2 -mfma -mf16c -msse4.2".split(),
+        "avx512": ["-DRELAY_AVX512", *_AVX2, *_AVX512],
+        "avx2": ["-DRELAY_AVX2", *_AVX2],
         "portable": ["-mfma"],
         "nofma": ["-DRELAY_NOFMA"],
     },

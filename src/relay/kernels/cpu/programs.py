@@ -14,7 +14,6 @@ from relay.kernels.cpu.records import BUFFER_INDEX, OpKind
 from relay.kernels.packing import packed_bytes
 from relay.kernels.program import (
     Attend,
-    Buffer,
     Embed,
     Geometry,
     HeadNorm,
