@@ -80,6 +80,7 @@ class FakeWorker:
         while self.events:
             self._carry_out(self.core.handle(self.events.popleft(), self.world.now_ns))
         self._carry_out(self.core.advance(self.world.now_ns))
+        self.core.held.check()
 
     def compute(self):
         """Run the oldest started step."""
@@ -127,13 +128,14 @@ class FakeWorker:
 
     def check_empty(self):
         """Nothing is held: no block, no sequence, no transfer."""
-        assert self.core.num_held == 0
+        assert len(self.core.held) == 0
+        assert not self.core.held.by_transfer
+        assert not self.core.held.by_slot
         assert self.scheduler.load().kv_used == 0
         assert not self.scheduler.has_work()
         assert not self.transport._senders
         assert not self.transport._receivers
-        assert not self.core._by_transfer
-        assert not self.core._attempts
+        assert not self.transport._tables
 
 
 class World:
