@@ -67,6 +67,7 @@ class FakeWorker:
         self.events = deque()
         self.transport = InprocTransport(world.network, identity, self.backend, self.events.append, TINY)
         self.steps = deque()
+        self.failures = 0
         self.timers = {}
         self.outbox = []
         self.exited = None
@@ -84,9 +85,12 @@ class FakeWorker:
 
     def compute(self):
         """Run the oldest started step."""
-        plan, sinks = self.steps.popleft()
-        sink = TransferSink(self.transport, LAYERS, sinks) if sinks else None
-        self.events.append(StepFinished(self.runner.execute(plan, sink)))
+        step = self.steps.popleft()
+        streamed = step.sinks and step.failures == self.failures
+        sink = TransferSink(self.transport, LAYERS, step.sinks) if streamed else None
+        result = self.runner.execute(step.plan, sink)
+        self.failures += result.error is not None
+        self.events.append(StepFinished(result))
 
     def fire_timers(self):
         for name, at_ns in list(self.timers.items()):
@@ -106,8 +110,8 @@ class FakeWorker:
             match command:
                 case SendToGateway(_, message):
                     self.outbox.append(message)
-                case StartStep(plan, sinks):
-                    self.steps.append((plan, sinks))
+                case StartStep():
+                    self.steps.append(command)
                 case OpenSend(order):
                     self.transport.open_send(order)
                 case ForgetUnsent(transfer):

@@ -92,6 +92,7 @@ class WorkerCore:
         self._digest_kv = digest_kv
         self._held = HeldTable()
         self._steps_in_flight = 0
+        self._failures = 0  # steps that raised
         self._draining = False
         self._exited = False
         self._reporter = LoadReporter(scheduler, config.report_interval_ns)
@@ -112,6 +113,7 @@ class WorkerCore:
             case StepFinished():
                 self._steps_in_flight -= 1
                 if event.result.error is not None:
+                    self._failures += 1
                     for held in self._held.by_slot.values():
                         held.announced = 0  # what the step did not reach comes again; known ranges are ignored
                 self._report_updates(self._scheduler.update(event.result))
@@ -149,7 +151,7 @@ class WorkerCore:
                 for index, row in enumerate(plan.rows)
                 if (sink := self._sink(row.slot, row.start, row.count))
             }
-            self._commands.append(StartStep(plan, sinks))
+            self._commands.append(StartStep(plan, sinks, self._failures))
         messages, timer_ns = self._reporter.due(now_ns)
         self._commands += [SendToGateway(None, message) for message in messages]
         if timer_ns is not None:

@@ -50,11 +50,14 @@ class StepThread:
 
     def _run(self) -> None:
         page, clock = self._page, self._clock
+        failures = 0
         while True:
             step = self._steps.get()
             page.set_phase("stepping", clock.now_ns())
-            sink = TransferSink(self._transport, self._num_layers, step.sinks) if step.sinks else None
+            streamed = step.sinks and step.failures == failures
+            sink = TransferSink(self._transport, self._num_layers, step.sinks) if streamed else None
             result = self._runner.execute(step.plan, sink)
+            failures += result.error is not None
             page.finish_step()
             if self._steps.empty():
                 page.set_phase("ready", clock.now_ns())
