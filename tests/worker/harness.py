@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from relay.clock import MonotonicClock
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import SequenceKey
@@ -23,7 +24,8 @@ from relay.worker.commands import (
 )
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.events import OrderReceived, StepFinished, TimerFired
-from relay.worker.sink import TransferSink
+from relay.worker.status_page import StatusPage
+from relay.worker.step_thread import StepThread
 from tests.engine.hash_backend import LAYERS, HashBackend, oracle, program
 
 MAX_MODEL_LEN = 256
@@ -67,7 +69,10 @@ class FakeWorker:
         self.events = deque()
         self.transport = InprocTransport(world.network, identity, self.backend, self.events.append, TINY)
         self.steps = deque()
-        self.failures = 0
+        page = StatusPage.open("")
+        self.step_thread = StepThread(
+            self.runner, self.transport, LAYERS, page, self.events.append, MonotonicClock()
+        )  # never started: ``compute`` is its loop
         self.timers = {}
         self.outbox = []
         self.exited = None
@@ -85,12 +90,7 @@ class FakeWorker:
 
     def compute(self):
         """Run the oldest started step."""
-        step = self.steps.popleft()
-        streamed = step.sinks and step.failures == self.failures
-        sink = TransferSink(self.transport, LAYERS, step.sinks) if streamed else None
-        result = self.runner.execute(step.plan, sink)
-        self.failures += result.error is not None
-        self.events.append(StepFinished(result))
+        self.events.append(StepFinished(self.step_thread.execute(self.steps.popleft())))
 
     def fire_timers(self):
         for name, at_ns in list(self.timers.items()):
