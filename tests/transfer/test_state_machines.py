@@ -251,6 +251,14 @@ def test_a_hole_in_what_p_announces_ends_the_transfer():
     assert "0..3 were never announced" in machine.reason
 
 
+def test_a_handoff_that_could_never_leave_ends_the_transfer():
+    machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, LIMITS, 0)
+    machine.written(0, 0, TOKENS)
+    machine.written(1, 0, 5)
+    machine.hand_off(HANDOFF)
+    assert machine.reason == "handoff, but layer 1 was announced to 5 only"
+
+
 @pytest.mark.parametrize("over", [False, True])
 def test_frames_that_do_not_belong(over):
     machine = sender.Sender(SendOrder(1, 2, "d", 1, (), TOKENS, TOKENS), 1, LAYOUT, LIMITS, 0)

@@ -351,11 +351,11 @@ def hang(server):
 
 def test_a_waiting_transfer_lives_by_probes():
     """P's prompt waits in a queue for longer than the lease: probes keep both ends."""
-    quick = TransferLimits(512, 1024, 4096, probe_ns=50_000_000, lease_ns=1_000_000_000, open_lease_ns=1_000_000_000)
+    quick = TransferLimits(512, 1024, 4096, probe_ns=50_000_000, lease_ns=2_000_000_000, open_lease_ns=2_000_000_000)
     source, target = Node("p", seed=1, limits=quick), Node("d", limits=quick)
     try:
         start(source, target)
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 3.5
         while time.monotonic() < until:
             source.transport.tick(time.monotonic_ns())
             target.transport.tick(time.monotonic_ns())

@@ -106,6 +106,7 @@ class OutboundLink:
             sending = self._sendings.get(transfer)
             if sending is not None:
                 sending.sender.hand_off(handoff)
+                self._settle(sending)
                 self._work.notify()
 
     def forget_unsent(self, transfer: int) -> None:
