@@ -4,6 +4,7 @@ It owns what the worker holds and drives the scheduler; the shell owns sockets, 
 calls ``advance``, which plans steps ahead and reports load. Roles are the router's business: any worker takes any order.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,8 @@ class WorkerCore:
         self._failures = 0  # steps that raised
         self._draining = False
         self._exited = False
-        self._reporter = LoadReporter(scheduler, config.report_interval_ns)
+        self._counters: Counter[str] = Counter()
+        self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
 
     @property
@@ -205,17 +207,18 @@ class WorkerCore:
         if reservation is None:
             self._refuse(gateway, order.work, "full")
             return
-        self._held.add(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer))
+        cached = reservation.cached_tokens
+        self._held.add(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
         receive = ReceiveOrder(
             transfer=order.transfer,
             attempt=key.attempt,
             source=order.source,
             source_incarnation=order.source_incarnation,
-            first_token=reservation.cached_tokens,
+            first_token=cached,
             num_tokens=len(order.work.token_ids),
             block_table=tuple(reservation.block_table),
         )
-        accept = Accept(*key, transfer=order.transfer, cached_tokens=reservation.cached_tokens)
+        accept = Accept(*key, transfer=order.transfer, cached_tokens=cached)
         self._commands += [OpenReceive(receive), SendToGateway(gateway, accept)]
 
     def _prefill(self, gateway: int, order: Prefill, key: SequenceKey) -> None:
@@ -308,6 +311,8 @@ class WorkerCore:
         if held is None or held.state is not HeldState.RESERVED:
             return
         held.move(HeldEvent.TRANSFER_COMPLETED)
+        self._counters["kv_transfers_received"] += 1
+        self._counters["kv_tokens_received"] += len(held.work.token_ids) - held.announced
         self._held.end_transfer(held)
         token = SampledToken(handoff.token_id, handoff.logprob, handoff.top)
         updates = self._scheduler.activate(held.key, token)

@@ -9,7 +9,7 @@
 #define FUSED_ROWS 4   /* up to here weights are widened again for every row tile */
 #define CACHED_ROWS 32 /* up to here k is widened in spans of CACHED_K */
 #define CACHED_K 64    /* a multiple of GROUP; 16 KiB for a panel */
-#define ROW_BLOCK 96   /* rows of one work item */
+#define BLOCK_FLOATS 150000 /* inputs of one work item: they stay in the second-level cache while a panel's columns pass */
 #define PARALLEL_WORK 60000 /* multiply-adds below which waking threads costs more than it saves */
 
 typedef struct {
@@ -239,7 +239,8 @@ void linear(const model_t *model, const op_t *op, int rows)
     if (threads > 1 && rest > 2 * threads) job.piece = rest % (2 * threads) == 0 ? 2 : 1;
     if (threads == 1) job.piece = 4;
     job.rest_items = (int)((rest + job.piece - 1) / job.piece);
-    job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int64_t most_rows = BLOCK_FLOATS / op->k < 48 ? 48 : BLOCK_FLOATS / op->k;
+    job.row_blocks = (int)((rows + most_rows - 1) / most_rows);
     job.row_block = (rows + job.row_blocks - 1) / job.row_blocks;
     job.row_block = (job.row_block + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     job.row_blocks = (rows + job.row_block - 1) / job.row_block;
