@@ -1,6 +1,7 @@
 """Real agent and engine processes on a tiny random model; the test is the gateway."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -67,9 +68,19 @@ class LiveWorker:
         command = [sys.executable, "-m", "relay.worker.agent", "--spec", encode_spec(spec)]
         self.process = subprocess.Popen(command, env=ENVIRONMENT)
         self.name = name
+        try:
+            self._greet(listener)
+        except BaseException:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+            raise
+
+    def _greet(self, listener):
         for _ in range(2):
+            while not select.select([listener], [], [], 0.2)[0]:
+                assert self.process.poll() is None, "the worker did not start"
             hello, side = accept_hello(listener)
-            assert hello.worker == name
+            assert hello.worker == self.name
             if hello.process == "agent":
                 self.agent = side
                 assert hello.pid == self.process.pid
