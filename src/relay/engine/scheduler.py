@@ -265,6 +265,10 @@ class Scheduler:
         """The blocks of a sequence, in order (none while it waits). Raises KeyError for an unknown key."""
         return list(self._roster.sequences[key].blocks)
 
+    def keys(self) -> list[SequenceKey]:
+        """All sequences that have not ended."""
+        return list(self._roster.sequences)
+
     def has_work(self) -> bool:
         """There is something to compute or a result to wait for."""
         roster = self._roster
