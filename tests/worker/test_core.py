@@ -173,6 +173,22 @@ def test_what_can_never_fit_is_refused_at_once(world, kind):
     w.check_empty()
 
 
+@pytest.mark.parametrize("kind", ["run", "prefill"])
+def test_what_fits_but_finds_the_queue_full_is_refused_for_now(world, kind):
+    """Found by `relay sim --seed 1`: the refusal was "too_long", and the gateway failed the request for good."""
+    w = world.worker("w", max_num_waiting=1)
+    w.order(Run(work(LONG)))
+    request = work(LONG, request=2)
+    w.order({"run": Run(request), "prefill": Prefill(request, 1, 0, [], "d", 1)}[kind])
+    for event in [*w.events]:
+        w._carry_out(w.core.handle(w.events.popleft(), 0))
+    (refusal,) = w.sent(Refuse)
+    assert (refusal.reason, refusal.request) == ("full", 2)
+    assert refusal.retry_after_ms > 0
+    world.settle()
+    w.check_empty()
+
+
 @pytest.mark.parametrize("steps", range(0, 14, 2))
 @pytest.mark.parametrize("who", ["p", "d", "both"])
 def test_cancel_frees_in_every_state(world, pair, steps, who):

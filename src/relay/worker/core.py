@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relay.engine.scheduler import CannotFit, Scheduler
+from relay.engine.scheduler import CannotFit, QueueFull, Scheduler
 from relay.engine.sequence import SequenceUpdate
 from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
@@ -199,6 +199,8 @@ class WorkerCore:
                         self._reserve(gateway, order, key)
                     case Prefill():
                         self._prefill(gateway, order, key)
+            except QueueFull:
+                self._refuse(gateway, work, "full")
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
 
