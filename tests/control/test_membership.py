@@ -239,6 +239,30 @@ def test_poison_is_quarantined_and_nobody_else_suffers() -> None:
     assert world.core.state.counters["workers_lost"] == 3
 
 
+def test_a_suspect_is_not_alone_where_another_may_still_compute() -> None:
+    """Found by `relay sim --seed 225`: a cancelled poison's last step crashed the engine of an innocent suspect that ran "alone"."""
+    world = World(first, ONE).ready()
+    world.submit([666] * 20)
+    world.submit([7] * 20, max_tokens=30)
+    core = world.core
+    poison, innocent = (core.state.requests[request].choices[0] for request in (1, 2))
+    for choice in (poison, innocent):
+        choice.blames, choice.troubled = 2, True
+    core._dispatcher.reopen(poison, world.now_ns, "test")
+    core._dispatcher.reopen(innocent, world.now_ns, "test")
+    world.handle(e.TimerFired(("tick", "")))
+    assert poison.state is ChoiceState.RUNNING
+    world.cancel(1)
+    world.handle(e.TimerFired(("tick", "")))
+    assert innocent.state is ChoiceState.WAITING, "the poison's step may still run"
+    world.now_ns += int(core.state.config.detector.step_deadline_s * SECOND)
+    core.state.workers["worker-0"].heard_ns = world.now_ns
+    world.handle(e.TimerFired(("tick", "")))
+    assert innocent.state is ChoiceState.RUNNING
+    world.settle()
+    assert world.clients[2].finished
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()

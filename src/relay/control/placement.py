@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from relay.config import SECOND
 from relay.control.admission import cannot_fit
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
 from relay.control.contract import RequestFailure
@@ -152,6 +153,7 @@ class Dispatcher:
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
+        self._doubt(choice, now_ns)
         self._cancel(choice)
         self._end(choice, now_ns)
 
@@ -159,6 +161,7 @@ class Dispatcher:
         """End every choice; ``failure`` None: the client is gone, nobody is told."""
         for choice in request.choices:
             if choice.state is not ChoiceState.ENDED:
+                self._doubt(choice, now_ns)
                 self._cancel(choice)
                 self._leave(choice)
                 choice.move(Trigger.END, now_ns)
@@ -221,6 +224,13 @@ class Dispatcher:
             for worker in self._state.workers.values():
                 if worker.exclusive is choice:
                     worker.exclusive = None
+
+    def _doubt(self, choice: Choice, now_ns: int) -> None:
+        """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""
+        if choice.blames:
+            for worker in (choice.prefill, choice.decode):
+                if worker is not None:
+                    worker.unsure_until_ns = now_ns + int(self._state.config.detector.step_deadline_s * SECOND)
 
     def _cancel(self, choice: Choice) -> None:
         for worker in (choice.prefill, choice.decode):

@@ -56,6 +56,7 @@ class Worker:
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
         self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
+        self.unsure_until_ns = 0  # a cancelled suspect's last step may still run here until then
         # prefix cache
         self.cached: set[bytes] = set()
         self.expected: dict[bytes, Choice] = {}  # units that work placed here will bring, and whose they are
@@ -109,6 +110,7 @@ class Worker:
         self.victims = []
         self.load = None
         self.full = self.tight = False
+        self.unsure_until_ns = 0
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
