@@ -72,7 +72,7 @@ class Checkers:
             return
         for entry in entries:
             choice = self._choice(entry.request, entry.choice)  # type: ignore[attr-defined]
-            if choice is None:
+            if choice is None or choice.state is ChoiceState.ENDED:
                 continue
             workers = (choice.prefill, choice.decode)
             if current is None or current not in workers or choice.attempt != entry.attempt:  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ class Checkers:
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
         limits = state.config.admission
-        if state.queue.num_new > limits.max_num_queued_reqs + 2 or state.queue.num_new < 0:
+        if state.queue.num_new > limits.max_num_queued_reqs or state.queue.num_new < 0:
             raise Violation("I10", f"{state.queue.num_new} sequences wait, the bound is {limits.max_num_queued_reqs}")
         for worker in state.workers.values():
             if len(worker.live) > worker.max_live:
@@ -181,7 +181,8 @@ class Checkers:
             if cells != wanted:
                 first = next(p for p in range(count) if cells[p * 16 : p * 16 + 16] != wanted[p * 16 : p * 16 + 16])
                 raise Violation(
-                    "I7", f"{engine.key.worker}: transfer {transfer} is complete, position {first} of layer {layer} is wrong"
+                    "I7",
+                    f"{engine.key.worker}: transfer {transfer} is complete, position {first} of layer {layer} is wrong",
                 )
 
     # --- everything, now and then ---------------------------------------------------------------------------------
@@ -208,8 +209,9 @@ class Checkers:
                     ownerless[name] = since_ns
                     if now_ns - since_ns > OWNERLESS_NS:
                         raise Violation(
-                            "I8", f"{node.key.worker} holds {key} ({held.state}), which nobody wants since "
-                            f"{(now_ns - since_ns) // 1_000_000} ms"
+                            "I8",
+                            f"{node.key.worker} holds {key} ({held.state}), which nobody wants since "
+                            f"{(now_ns - since_ns) // 1_000_000} ms",
                         )
             orphans = [t for t in engine.transport.open_transfers() if t not in engine.core.held.by_transfer]
             if orphans and not engine.inbox:

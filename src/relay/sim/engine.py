@@ -12,7 +12,7 @@ from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
 from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
-from relay.sim.backend import GEOMETRY, LAYERS, LAYOUT, PROGRAM, EngineCrash, HashBackend
+from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, HashBackend
 from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
 from relay.sim.network import Network, Side
@@ -66,6 +66,7 @@ class EngineProcess(Process):
         numerics: str,
         exited: Callable[[int | None, int | None], None],
         observe: "Callable[[EngineProcess, Event], None]",
+        poisoned: Callable[[], None],
     ) -> None:
         super().__init__(kernel)
         self.key = key
@@ -73,12 +74,12 @@ class EngineProcess(Process):
         self.numerics = numerics
         self.slow = 1
         self.fail_next_step = False
-        self.crashed_by_poison = False
         self.page = Page()
         self._network = network
         self._swarm = swarm
         self._exited = exited
         self._observe = observe
+        self._poisoned = poisoned
         limits: SchedulerLimits = swarm.scheduler
         self.backend = HashBackend(numerics, self._trouble)
         self.backend.allocate_kv(limits.num_blocks, limits.block_size, "float32")
@@ -224,6 +225,7 @@ class EngineProcess(Process):
         try:
             return StepFinished(self._steps.execute(step))
         except EngineCrash:
+            self._poisoned()
             self.end(None, 11)
             return None
 
@@ -242,8 +244,7 @@ class EngineProcess(Process):
         self._begin_step()
 
     def _trouble(self, token_ids: list[int]) -> None:
-        if GEOMETRY.vocab - 1 in token_ids:
-            self.crashed_by_poison = True
+        if POISON in token_ids:
             raise EngineCrash
         if self.fail_next_step:
             self.fail_next_step = False

@@ -146,7 +146,9 @@ class OutboundLink:
     def open(self, order: SendOrder) -> None:
         transport = self._transport
         now_ns = transport.clock.now_ns()
-        sending = _Sending(Sender(order, transport.identity.incarnation, transport.identity.layout, transport.limits, now_ns))
+        sending = _Sending(
+            Sender(order, transport.identity.incarnation, transport.identity.layout, transport.limits, now_ns)
+        )
         self.sendings[order.transfer] = sending
         if self._greeted:
             sending.sender.link_opened(now_ns)

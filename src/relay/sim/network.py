@@ -78,9 +78,7 @@ class Network:
         """Connect; ``done`` gets this end of the connection or the reason why there is none."""
         self._kernel.after(self.delay(), self._dialled, host, kind, address, done, self._kernel.now_ns)
 
-    def _dialled(
-        self, host: str, kind: str, address: str, done: Callable[[Side | str], None], since_ns: int
-    ) -> None:
+    def _dialled(self, host: str, kind: str, address: str, done: Callable[[Side | str], None], since_ns: int) -> None:
         target = self._listeners.get(address)
         if target is not None and (self.blocked(host, target[0]) or self.blocked(target[0], host)):
             if self._kernel.now_ns - since_ns >= CONNECT_TIMEOUT_NS:

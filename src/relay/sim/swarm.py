@@ -58,6 +58,11 @@ class Swarm:
     chaos_ms: int
     poison: int  # requests that crash every engine
 
+    @property
+    def kv_tokens(self) -> int:
+        """What the KV pool of one worker holds."""
+        return self.scheduler.num_blocks * self.scheduler.block_size
+
 
 def draw(tape: Tape) -> Swarm:
     """A swarm from the tape. Sizes are tiny and time-outs short, so that bounds are met often."""
@@ -92,7 +97,7 @@ def draw(tape: Tape) -> Swarm:
         mean_arrival_ms=of((2, 20, 100), "arrival_ms"),
         requests=between(3, 24, "requests"),
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
-        poison=1 if faults and tape.chance(100, "poison") else 0,
+        poison=1 if tape.chance(100, "poison") else 0,
     )
 
 

@@ -31,6 +31,7 @@ class WorkerNode:
         numerics: str,
         launcher_exited: Callable[[WorkerKey, int | None, int | None], None],
         observe: Callable[[EngineProcess, Event], None],
+        poisoned: Callable[[], None],
     ) -> None:
         self.key = key
         self.role = role
@@ -45,7 +46,7 @@ class WorkerNode:
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
         load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
         self._boot = lambda: EngineProcess(
-            kernel, network, swarm, key, role, numerics, self._engine_exited, observe
+            kernel, network, swarm, key, role, numerics, self._engine_exited, observe, poisoned
         )
         self.agent.after(load_ns, self._start_engine)
 

@@ -16,9 +16,7 @@ class Workload:
     def __init__(self, tape: Tape, max_model_len: int) -> None:
         self._tape = tape
         self._max_model_len = max_model_len
-        self._stems = [
-            [tape.below(POISON, "stem token") for _ in range(STEM_TOKENS)] for _ in range(NUM_STEMS)
-        ]
+        self._stems = [[tape.below(POISON, "stem token") for _ in range(STEM_TOKENS)] for _ in range(NUM_STEMS)]
 
     def prompt(self) -> list[int]:
         tape = self._tape
@@ -46,7 +44,8 @@ class Workload:
             eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
-        return Submission(prompt, params, tape.of((1, 1, 1, 2, 3), "n"), deadline_ns=deadline_ns)
+        n = 1 if poison else tape.of((1, 1, 1, 2, 3), "n")
+        return Submission(prompt, params, n, deadline_ns=deadline_ns)
 
     def probe(self) -> Submission:
         """Sent after the healing: must finish."""

@@ -27,6 +27,7 @@ WARM_NS = 30 * SECOND
 LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
+MAX_POISON_CRASHES = 3
 MAX_EVENTS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
@@ -46,7 +47,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
         self.step_errors = 0
-        self.poison_crashes: Counter[int] = Counter()
+        self.poison_crashes = 0
         self.numerics = [NUMERICS]
         self.phase = "warm"
         self.complete = False
@@ -122,7 +123,9 @@ class World:
         if [key for key in self.gateway.timers if key[0] != "tick"] or not self._all_ready():
             return False
         engines = [node.running for node in self.workers.values()]
-        return not any(e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines)
+        return not any(
+            e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
+        )
 
     def _gap(self, mean_ms: int) -> int:
         return self.kernel.tape.between(1, 2 * mean_ms, "gap ms") * MS
@@ -150,8 +153,13 @@ class World:
         client.begin(self.numerics)
         self.clients[request] = client
         params = submission.params
-        self.kernel.tell("request {}: {} tokens, n {}, max_tokens {}", request, len(submission.token_ids), submission.n,
-                         params.max_tokens)
+        self.kernel.tell(
+            "request {}: {} tokens, n {}, max_tokens {}",
+            request,
+            len(submission.token_ids),
+            submission.n,
+            params.max_tokens,
+        )
         self.gateway.handle(e.RequestSubmitted(request, submission))
 
     def disconnect(self, client: Client) -> None:
@@ -201,6 +209,7 @@ class World:
         if refused:
             fine = {
                 "context_length_exceeded": total > self.swarm.scheduler.max_model_len,
+                "kv_cache_exceeded": total > self.swarm.kv_tokens,
                 "queue_full": True,
                 "no_workers": disturbed or not any(node.running for node in self.workers.values()),
             }.get(code, False)
@@ -208,7 +217,8 @@ class World:
             fine = {
                 "deadline_exceeded": client.submission.deadline_ns is not None
                 and self.kernel.now_ns >= client.submission.deadline_ns,
-                "quarantined": client.expectation.poison,
+                # To the gateway a crash that was injected looks like any other.
+                "quarantined": client.expectation.poison or self.faults["crash_engine"] > 0,
                 "numerics_changed": len(self.numerics) > 1,
                 "no_workers": disturbed,
                 "retries_exhausted": disturbed or client.expectation.poison,
@@ -216,7 +226,9 @@ class World:
             }.get(code, False)
         if client.expectation.probe or not fine:
             name = "I11" if code == "quarantined" else "I12" if client.expectation.probe else "I5"
-            raise Violation(name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}")
+            raise Violation(
+                name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}"
+            )
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -236,6 +248,7 @@ class World:
             self.numerics[-1],
             self.gateway.launcher_exited,
             self._observe,
+            self.poisoned,
         )
 
     def _stop(self, key: WorkerKey, kill: bool) -> None:
@@ -247,6 +260,17 @@ class World:
         if engine.core.held and engine.scheduler.load().counters["preemptions"]:
             self.kernel.sometimes("preempted")
         self.checkers.worker_event(engine, event)
+
+    def poisoned(self) -> None:
+        """The poison request has crashed an engine (I11). Only one is sent in a run, with one choice.
+
+        Every other fault may hide one crash from the gateway: it saw the worker end for another reason, or the request was
+        taken away while its step ran.
+        """
+        self.poison_crashes += 1
+        self.kernel.tell("the poison crashes an engine, for the {}. time", self.poison_crashes)
+        if self.poison_crashes > MAX_POISON_CRASHES + self.num_faults:
+            raise Violation("I11", f"one poison request has crashed {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
