@@ -1,0 +1,301 @@
+"""Prefill attention for Hopper: the arithmetic of ``softmax`` with the copy engine, wgmma and specialised warps (Gluon).
+
+A program takes 128 (token, query head of one KV head) rows: two warpgroups of 64 rows compute, one warp streams K and V tiles of 64
+keys through a ring in shared memory by bulk tensor copies. Within a warpgroup the scores of the next tile are computed by the tensor
+cores while the values of this one are accumulated, and the softmax of the next overlaps the latter; the two warpgroups fill each other's gaps.
+None of that changes an addition: each tile's state goes through the same steps in the same order as in ``attention_prefill``.
+Rows of V after the last visible key are zeroed in shared memory, since free cache memory may hold NaN.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from relay.kernels.cuda.softmax import LOG2_E
+
+TILE_ROWS = 128
+STAGES = 3
+
+
+@gluon.jit
+def _lane_sums(p, ROWS: gl.constexpr):
+    """The tree of ``softmax.lane_sums``."""
+    a, b = gl.split(gl.reshape(p, (ROWS, 8, 4, 2)))
+    s = gl.permute(a + b, (0, 2, 1))
+    a, b = gl.split(gl.reshape(s, (ROWS, 4, 4, 2)))
+    a, b = gl.split(gl.reshape(a + b, (ROWS, 4, 2, 2)))
+    a, b = gl.split(a + b)
+    return a + b
+
+
+@gluon.jit
+def _lane_total(lanes, ROWS: gl.constexpr):
+    """(l0 + l1) + (l2 + l3); the four lanes of a row first meet in one thread of the same warp."""
+    lanes = gl.convert_layout(lanes, gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
+    a, b = gl.split(gl.reshape(lanes, (ROWS, 2, 2)))
+    a, b = gl.split(a + b)
+    return a + b
+
+
+@gluon.jit
+def _softmax(s, m, lanes, c):
+    """Scores of one tile into the split's m and lanes; returns also p and the factor of what was accumulated before."""
+    top = gl.maximum(m, gl.max(s, 1))
+    base = top * c
+    zero = gl.zeros_like(s)
+    p = gl.exp2(gl.fma(s, zero + c, zero - base[:, None]))
+    a = gl.exp2((m - top) * c)
+    LANES: gl.constexpr = lanes.type.layout
+    factor = gl.zeros_like(lanes) + gl.convert_layout(a, gl.SliceLayout(1, LANES))[:, None]
+    lanes = gl.fma(lanes, factor, _lane_sums(p, 64))
+    return top, lanes, p, a
+
+
+@gluon.jit
+def _fold(total_m, total_l, total_acc, m, l, acc, c):
+    """Fold a split into the running total, as ``softmax.fold``; l and total_l share the layout of m."""
+    top = gl.maximum(total_m, m)
+    w1 = gl.exp2((total_m - top) * c)
+    w2 = gl.exp2((m - top) * c)
+    VALUES: gl.constexpr = acc.type.layout
+    f1 = gl.convert_layout(w1, gl.SliceLayout(1, VALUES))[:, None]
+    f2 = gl.zeros_like(acc) + gl.convert_layout(w2, gl.SliceLayout(1, VALUES))[:, None]
+    total_acc = gl.fma(acc, f2, total_acc * f1)
+    return top, gl.fma(l, w2, total_l * w1), total_acc
+
+
+@gluon.jit
+def _stream(
+    k_desc, v_desc, table, k_ring, v_ring, bars, head, last, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr
+):
+    """The copying warp: K and V tiles in order, as slots become free."""
+    DIM: gl.constexpr = k_ring.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+    tiles = last // 64 + 1
+    for j in range(tiles):
+        slot = j % RING
+        parity = ((j // RING) & 1) ^ 1
+        block = gl.load(table + (j * 64) // BLOCK)
+        row = (block * KV_HEADS + head) * BLOCK + (j * 64) % BLOCK
+        mbarrier.wait(bars.index(RING + slot), parity)
+        mbarrier.expect(bars.index(slot), 64 * DIM * 2)
+        tma.async_copy_global_to_shared(k_desc, [row, 0], bars.index(slot), k_ring.index(slot))
+        mbarrier.wait(bars.index(3 * RING + slot), parity)
+        if j * 64 + 63 <= last:
+            mbarrier.expect(bars.index(2 * RING + slot), 64 * DIM * 2)
+            tma.async_copy_global_to_shared(v_desc, [row, 0], bars.index(2 * RING + slot), v_ring.index(slot))
+        else:
+            mbarrier.expect(bars.index(4 * RING), 64 * DIM * 2)
+            tma.async_copy_global_to_shared(v_desc, [row, 0], bars.index(4 * RING), v_ring.index(slot))
+            mbarrier.wait(bars.index(4 * RING), 0)
+            for part in gl.static_range(8):
+                rows = v_ring.index(slot).slice(part * 8, 8)
+                n = j * 64 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+                value = rows.load(LAYOUT)
+                rows.store(gl.where((n <= last)[:, None], value, gl.zeros([8, DIM], value.dtype, LAYOUT)))
+            fence_async_shared()
+            mbarrier.arrive(bars.index(2 * RING + slot), count=1)
+
+
+@gluon.jit
+def _advance(
+    q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+    RING: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Accumulate the values of tile j (weights in ``left``) while the scores and the softmax of tile j + 1 are made.
+
+    K of tile j + 1 has arrived already; at the end K of tile j + 2 has too.
+    """
+    DIM: gl.constexpr = k_ring.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    nothing = gl.zeros([64, 64], gl.float32, SCORES)
+    slot = j % RING
+    next_slot = (j + 1) % RING
+    s_token = warpgroup_mma(q_buffer, k_ring.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(2 * RING + slot), (j // RING) & 1)
+    acc_token = warpgroup_mma(left, v_ring.index(slot), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    mbarrier.arrive(bars.index(RING + next_slot), count=1)
+    if MASK:
+        n = (j + 1) * 64 + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
+    done_m = m
+    done_lanes = lanes
+    fresh = (j % 8) == 7
+    m = gl.where(fresh, gl.full([64], -1.0e30, gl.float32, ROW), m)
+    lanes = gl.where(fresh, gl.zeros_like(lanes), lanes)
+    m, lanes, p, a = _softmax(s, m, lanes, c)
+    # The wait for the K tile after next stands here because it is a loop: the assembler moves the wait for the tensor cores in front
+    # of the softmax if nothing but arithmetic lies between, and they would idle.
+    after = j + 2
+    mbarrier.wait(bars.index(after % RING), (after // RING) & 1, pred=after < tiles)
+    acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
+    mbarrier.arrive(bars.index(3 * RING + slot), count=1)
+    if fresh:
+        l = gl.convert_layout(_lane_total(done_lanes, 64), ROW)
+        total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, done_m, l, acc, c)
+        acc = gl.zeros([64, DIM], gl.float32, VALUES)
+    else:
+        acc = acc * gl.convert_layout(a, gl.SliceLayout(1, VALUES))[:, None]
+    return m, lanes, gl.convert_layout(p.to(gl.bfloat16), LEFT), acc, total_m, total_l, total_acc
+
+
+@gluon.jit
+def _attend(
+    qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 rows through all tiles."""
+    DIM: gl.constexpr = k_ring.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    base_row = index * 128 + HALF * 64
+    r = base_row + gl.arange(0, 64, gl.SliceLayout(1, LOAD))
+    token = r // GROUP
+    d = gl.arange(0, DIM, gl.SliceLayout(0, LOAD))
+    q_at = (first_token + token) * qkv_stride + (head * GROUP + r % GROUP) * DIM
+    q_buffer.store(gl.load(qkv + q_at[:, None] + d[None, :], mask=(token < tokens)[:, None], other=0.0))
+    fence_async_shared()
+
+    q_position = start + (base_row + gl.arange(0, 64, ROW)) // GROUP
+    lowest = start + base_row // GROUP
+    n = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    tiles = last // 64 + 1
+    nothing = gl.zeros([64, 64], gl.float32, SCORES)
+    m = gl.full([64], -1.0e30, gl.float32, ROW)
+    lanes = _lane_sums(nothing, 64)
+    acc = gl.zeros([64, DIM], gl.float32, VALUES)
+    total_m = m
+    total_l = gl.zeros([64], gl.float32, ROW)
+    total_acc = acc
+
+    mbarrier.wait(bars.index(0), 0)
+    s = warpgroup_mma(q_buffer, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(bars.index(RING), count=1)
+    if 63 > lowest:
+        s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
+    m, lanes, p, a = _softmax(s, m, lanes, c)
+    left = gl.convert_layout(p.to(gl.bfloat16), LEFT)
+    mbarrier.wait(bars.index(1), 0, pred=tiles > 1)
+    whole = gl.maximum((lowest + 1) // 64 - 1, 0)  # the next tile is visible to all rows before this one
+    for j in range(whole):
+        m, lanes, left, acc, total_m, total_l, total_acc = _advance(
+            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c, RING, False
+        )
+    for j in range(whole, tiles - 1):
+        m, lanes, left, acc, total_m, total_l, total_acc = _advance(
+            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c, RING, True
+        )
+    final = tiles - 1
+    mbarrier.wait(bars.index(2 * RING + final % RING), (final // RING) & 1)
+    acc_token = warpgroup_mma(left, v_ring.index(final % RING), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc_token])
+    l = gl.convert_layout(_lane_total(lanes, 64), ROW)
+    total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, m, l, acc, c)
+
+    divisor = gl.convert_layout(total_l, gl.SliceLayout(1, VALUES))[:, None]
+    result = gl.div_rn(total_acc, gl.zeros([64, DIM], gl.float32, VALUES) + divisor).to(out.dtype.element_ty)
+    ro = base_row + gl.arange(0, 64, gl.SliceLayout(1, VALUES))
+    do = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
+    o_at = ((first_token + ro // GROUP) * (KV_HEADS * GROUP) + head * GROUP + ro % GROUP) * DIM
+    gl.store(out + o_at[:, None] + do[None, :], result, mask=(ro // GROUP < tokens)[:, None])
+
+
+@gluon.jit
+def hopper_kernel(
+    qkv, k_desc, v_desc, block_tables, work, out, table_stride, qkv_stride, c,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """``work`` as in ``attention_prefill.prefill_kernel``; k_desc and v_desc see the caches as [blocks * heads * BLOCK, DIM]."""
+    item = work + gl.program_id(0) * 5
+    head = gl.program_id(1)
+    row = gl.load(item)
+    first_token = gl.load(item + 1).to(gl.int64)
+    tokens = gl.load(item + 2)
+    start = gl.load(item + 3)
+    index = gl.load(item + 4)
+    last = start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)
+    table = block_tables + row.to(gl.int64) * table_stride
+    q_first = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
+    q_second = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 64, DIM], SHARED)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 64, DIM], SHARED)
+    # barriers: [0, R) K full, [R, 2R) K free, [2R, 3R) V full, [3R, 4R) V free, 4R the V tile being zeroed
+    bars = gl.allocate_shared_memory(gl.int64, [4 * RING + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(RING + i), count=2)
+        mbarrier.init(bars.index(2 * RING + i), count=1)
+        mbarrier.init(bars.index(3 * RING + i), count=2)
+    mbarrier.init(bars.index(4 * RING), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (qkv, out, q_first, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
+                       GROUP, KV_HEADS, RING, gl.constexpr(0))),
+            (_attend, (qkv, out, q_second, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
+                       GROUP, KV_HEADS, RING, gl.constexpr(1))),
+            (_stream, (k_desc, v_desc, table, k_ring, v_ring, bars, head, last, KV_HEADS, BLOCK, RING)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def shared_layout() -> gl.NVMMASharedLayout:
+    """128-byte swizzle of bf16 rows, as wgmma and the copy engine expect."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def supported(block_size: int, dim: int) -> bool:
+    """Whether this kernel can read a cache of such blocks on the present device."""
+    return block_size % 64 == 0 and dim in (64, 128) and torch.cuda.get_device_capability()[0] == 9
+
+
+def prefill_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    work: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """As ``attention_prefill.prefill_attention``, for caches that ``supported`` accepts; ``work`` made with TILE_ROWS."""
+    _, kv_heads, block_size, dim = k_cache.shape
+    layout = shared_layout()
+    hopper_kernel[(work.shape[0], kv_heads)](
+        qkv,
+        TensorDescriptor.from_tensor(k_cache.view(-1, dim), [64, dim], layout),
+        TensorDescriptor.from_tensor(v_cache.view(-1, dim), [64, dim], layout),
+        block_tables,
+        work,
+        out,
+        block_tables.stride(0),
+        qkv.stride(0),
+        scale * LOG2_E,
+        GROUP=out.shape[1] // (kv_heads * dim),
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK=block_size,
+        RING=STAGES,
+        SHARED=layout,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
