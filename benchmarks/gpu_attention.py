@@ -159,9 +159,11 @@ def time_prefill(report: Report, hopper: bool) -> None:
 
             items = prefill_work([(0, 0, length, 0)], 4, attention_hopper.TILE_ROWS)
             work = torch.tensor(items, dtype=torch.int32, device="cuda")
-            row["hopper"] = graph_time_us(
-                lambda: attention_hopper.prefill_attention(case.qkv, case.k, case.v, case.table, work, out, 128**-0.5)
-            )
+            for ring in (2, 3, 4, 5):
+                attention_hopper.STAGES = ring
+                row[f"hopper ring {ring}"] = graph_time_us(
+                    lambda: attention_hopper.prefill_attention(case.qkv, case.k, case.v, case.table, work, out, 128**-0.5)
+                )
         q = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
         k, v = (torch.randn(1, 32, length, 128, device="cuda").bfloat16() for _ in range(2))
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):

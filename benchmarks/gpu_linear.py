@@ -74,6 +74,7 @@ TILES = {
         T(64, 128, 64, 4, 5, tma=True),
     ],
 }
+LIBRARIES = ("cublas", "cublaslt", "cublaslt-nosplit")
 REFERENCE = T(128, 128, 64, 8, 4)
 BATCHES = {1: 16, 8: 16, 16: 16, 32: 32, 64: 64, 128: 128, 256: 256}
 
@@ -84,13 +85,17 @@ def wide_values(rows: int, columns: int) -> torch.Tensor:
     return (x * torch.exp2(torch.randint(-3, 4, (1, columns), device="cuda").float())).to(torch.bfloat16)
 
 
-def cublas(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, library: str) -> None:
-    torch.backends.cuda.preferred_blas_library(library)
+def choose_library(name: str) -> None:
+    """"cublas", "cublaslt" or "cublaslt-nosplit"; only the last may not split K."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.preferred_blas_library(name.split("-")[0])
+    if name.endswith("nosplit"):
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+def cublas(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
     torch.mm(x, w.t(), out=y)
-
-
-def no_split(forbid: bool) -> None:
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False) if forbid else True
 
 
 def warm(part: int, parts: int) -> None:
@@ -143,20 +148,20 @@ def check_bits(report: Report) -> None:
             reference = torch.empty(top, outputs, device="cuda", dtype=torch.bfloat16)
             linear(x[:top], w, reference, REFERENCE)
             row: dict[str, list[int]] = {}
-            for library, forbid in (("cublas", False), ("cublaslt", True), ("cublas", True)):
-                no_split(forbid)
+            for library in LIBRARIES:
+                choose_library(library)
                 bad = []
                 for m in sizes:
                     if m > top:
                         continue
                     y = torch.empty(m, outputs, device="cuda", dtype=torch.bfloat16)
-                    cublas(x[:m], w, y, library)
+                    cublas(x[:m], w, y)
                     if not torch.equal(y, reference[:m]):
                         bad.append(m)
-                row[f"{library}{'-nosplit' if forbid else ''}"] = bad
+                row[library] = bad
             libraries[f"{label}/{name}"] = row
             del w, x, reference
-    no_split(False)
+    choose_library("cublas")
     report.put("library_differs_at", libraries)
 
 
@@ -171,15 +176,13 @@ def sweep(report: Report, shapes: dict[str, tuple[int, int]], label: str, batche
             x = wide_values(m, depth)
             y = torch.empty(m, outputs, device="cuda", dtype=torch.bfloat16)
             row: dict[str, float] = {}
-            for library, forbid in (("cublas", False), ("cublaslt", True)):
-                no_split(forbid)
+            for library in LIBRARIES:
+                choose_library(library)
                 try:
-                    row[f"{library}{'-nosplit' if forbid else ''}"] = graph_time_us(
-                        lambda: [cublas(x, w, y, library) for w in weights], copies
-                    )
+                    row[library] = graph_time_us(lambda: [cublas(x, w, y) for w in weights], copies)
                 except Exception as error:
                     print(library, name, m, str(error)[:100])
-            no_split(False)
+            choose_library("cublas")
             for tile in TILES[BATCHES[m]]:
                 try:
                     row[str(tile)[10:]] = graph_time_us(lambda: [linear(x, w, y, tile) for w in weights], copies)
@@ -202,7 +205,7 @@ def tall(report: Report) -> None:
         for m in (2048, 8192):
             x = wide_values(m, depth)
             y = torch.empty(m, outputs, device="cuda", dtype=torch.bfloat16)
-            row = {"cublas": graph_time_us(lambda: [cublas(x, v, y, "cublas") for v in w], 2, 5)}
+            row = {"cublas": graph_time_us(lambda: [cublas(x, v, y) for v in w], 2, 5)}
             for tile in (T(128, 256, 64, 8, 4, tma=True), T(128, 128, 64, 8, 4, tma=True), T(128, 256, 64, 8, 3)):
                 row[str(tile)[10:]] = graph_time_us(lambda: [linear(x, v, y, tile) for v in w], 2, 5)
             table[f"{name}/{m}"] = {k: round(2 * m * outputs * depth / v / 1e6, 1) for k, v in row.items()}
@@ -234,12 +237,12 @@ def decode_step(report: Report) -> None:
                 for n in names:
                     kind = pick[n]
                     if kind.startswith("cublas"):
-                        no_split(kind.endswith("nosplit"))
-                        cublas(xs[n], layer[n], ys[n], kind.split("-")[0])
+                        choose_library(kind)
+                        cublas(xs[n], layer[n], ys[n])
                     else:
                         tile = eval_tile(kind, prefetch)
                         linear(xs[n], layer[n], ys[n], tile)
-            no_split(False)
+            choose_library("cublas")
 
         row = {"cublas": graph_time_us(lambda: step(dict.fromkeys(names, "cublas"), 0))}
         row["cublaslt-nosplit"] = graph_time_us(lambda: step(dict.fromkeys(names, "cublaslt-nosplit"), 0))

@@ -7,5 +7,5 @@ nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --fo
 for i in $(seq 0 11); do timeout 120 python3 benchmarks/gpu_linear.py --warm "$i" 12 & done
 wait
 timeout "${LINEAR_S:-240}" python3 benchmarks/gpu_linear.py --out "$OUT" 2>&1 | tee "$OUT/linear.log"
-timeout "${ATTENTION_S:-140}" python3 benchmarks/gpu_attention.py --out "$OUT" 2>&1 | tee "$OUT/attention.log"
+[ "${ATTENTION_S:-1}" = 0 ] || timeout "${ATTENTION_S:-140}" python3 benchmarks/gpu_attention.py --out "$OUT" 2>&1 | tee "$OUT/attention.log"
 timeout "${HOPPER_S:-100}" python3 benchmarks/gpu_attention.py --hopper --out "$OUT" 2>&1 | tee "$OUT/attention_hopper.log"
