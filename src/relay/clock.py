@@ -1,6 +1,7 @@
 """The only place that reads a clock. Pure code takes ``now_ns`` as an argument instead."""
 
 import time
+from datetime import datetime
 from typing import Protocol
 
 
@@ -15,3 +16,8 @@ class MonotonicClock:
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
+
+
+def local_time() -> datetime:
+    """The machine's local date and time, for chat templates that print it; measures nothing."""
+    return datetime.now()

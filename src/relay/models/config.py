@@ -17,6 +17,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True  # yarn: whole-numbered borders of the ramp
+    frequency_factors: tuple[float, ...] = ()  # GGUF's rope_freqs: each inverse frequency is divided by its factor
 
 
 @dataclass(frozen=True, slots=True)

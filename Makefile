@@ -1,0 +1,53 @@
+# Everyday commands. `make serve` and `make test` set up all they need on a machine with Python >= 3.11 and a C compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev
+# Arguments for `relay serve`, for example: make serve ARGS="--prefill 0 --decode 2"
+ARGS ?=
+
+.PHONY: serve test check lint types contract verify bench clean
+
+serve: $(VENV)/.base
+	$(BIN)/relay serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: lint types contract
+
+lint: $(VENV)/.$(EXTRAS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.$(EXTRAS)
+	$(BIN)/mypy
+
+contract: $(VENV)/.$(EXTRAS)
+	$(BIN)/lint-imports
+
+verify: $(VENV)/.base
+	$(BIN)/relay verify
+
+# The figures of docs/benchmarks.md; peers (transformers serve) are measured in the same run where installed.
+bench: $(VENV)/.$(EXTRAS)
+	$(BIN)/python -m benchmarks.serve --json benchmarks/results/cpu/serve.json
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# The package is installed editable: its C kernels are built here, by the C compiler found on this machine.
+SOURCES := pyproject.toml hatch_build.py $(wildcard src/relay/kernels/cpu/*.c src/relay/kernels/cpu/*.h)
+
+$(VENV)/.base: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.$(EXTRAS): $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@ $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src -name '*.so' -delete

@@ -1,0 +1,100 @@
+"""The whole server through HTTP: W1-W4 on relay (split and colocated) and on peers, in one run.
+
+Run: ``python -m benchmarks.serve [--servers split,colocated,transformers] [--repeats 3] [--json FILE]``. Every repeat runs
+every server in turn with fresh prompts, so that drift of the machine meets all of them; the table shows medians, and ratios to
+transformers serve where it ran.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from typing import Any
+
+from benchmarks import report, servers
+from benchmarks.client import complete
+from benchmarks.workloads import Workload, workloads
+
+
+async def measure(server: servers.Server, workload: Workload) -> dict[str, float]:
+    """Figures of one workload on one server."""
+    start = time.perf_counter()
+    results = await asyncio.gather(
+        *(
+            complete(server.url, server.body(prompt, workload.output_tokens), workload.output_tokens)
+            for prompt in workload.prompts
+        )
+    )
+    wall = time.perf_counter() - start
+    for result in results:
+        if result.prompt_tokens and result.prompt_tokens != workload.prompt_tokens:
+            raise AssertionError(
+                f"{server.name} counted {result.prompt_tokens} prompt tokens of {workload.prompt_tokens}"
+            )
+    ttft = statistics.median(r.ttft_s for r in results)
+    figures = {
+        "ttft_s": ttft,
+        "tpot_ms": 1e3 * statistics.median(r.tpot_s for r in results),
+        "output_tok_s": sum(r.output_tokens for r in results) / wall,
+    }
+    if len(results) == 1:
+        figures["prompt_tok_s"] = workload.prompt_tokens / ttft
+    return figures
+
+
+def ratios(medians: dict[str, dict[str, dict[str, float]]], peer: str) -> dict[str, dict[str, float]]:
+    """The issue's three figures against ``peer``, per relay shape."""
+    base = medians[peer]
+    return {
+        name: {
+            "W1_tpot": figures["W1"]["tpot_ms"] / base["W1"]["tpot_ms"],
+            "W2_output_tok_s": figures["W2"]["output_tok_s"] / base["W2"]["output_tok_s"],
+            "W1_prompt_tok_s": figures["W1"]["prompt_tok_s"] / base["W1"]["prompt_tok_s"],
+        }
+        for name, figures in medians.items()
+        if name != peer
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--servers", default="split,colocated,transformers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    names = options.servers.split(",")
+    tokenizer = servers.tokenizer()
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
+    memory: dict[str, float] = {}
+    ready: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(options.repeats):
+        for name in names:
+            with servers.start(name) as server:
+                ready[name].append(server.ready_s)
+                warm = workloads(tokenizer, seed=1_000_000)[0]
+                asyncio.run(complete(server.url, server.body(warm.prompts[0][:200], 8), 8))
+                for workload in workloads(tokenizer, seed=repeat):
+                    figures = asyncio.run(measure(server, workload))
+                    runs[name].setdefault(workload.name, []).append(figures)
+                    print(name, workload.name, {k: round(v, 3) for k, v in figures.items()}, flush=True)
+                memory[name] = server.pss_bytes() / 1e6
+    medians = {
+        name: {
+            workload: {key: statistics.median(run[key] for run in figures) for key in figures[0]}
+            for workload, figures in by_workload.items()
+        }
+        for name, by_workload in runs.items()
+    }
+    figures: dict[str, Any] = {
+        "medians": medians,
+        "runs": runs,
+        "pss_mb": memory,
+        "ready_s": {name: statistics.median(values) for name, values in ready.items()},
+    }
+    if "transformers" in names:
+        figures["ratio_to_transformers"] = ratios(medians, "transformers")
+    report.write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Starts the measured servers as a user would and stops exactly what it started."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+RELAY_SHAPES = {
+    "split": ["--prefill", "1", "--decode", "1"],
+    "colocated": ["--prefill", "0", "--decode", "1"],
+}
+READY_TIMEOUT_S = 180.0
+
+
+@dataclass
+class Server:
+    """A running server. ``ready_s``: process start to the first answered readiness probe."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    ready_s: float
+    model: str
+
+    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
+        """A greedy request for exactly ``tokens`` tokens."""
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        if self.name == "transformers":
+            config = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 2}
+            return {**body, "generation_config": json.dumps(config)}
+        return {**body, "ignore_eos": True, "stream_options": {"include_usage": True}}
+
+    def pids(self) -> list[int]:
+        """The server's process and all its descendants."""
+        children: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        found = [self.process.pid]
+        for pid in found:
+            found += children.get(pid, [])
+        return found
+
+    def pss_bytes(self) -> int:
+        """Proportional set size of the whole tree: a page mapped by N processes counts once."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith("Pss:"):
+                        total += int(line.split()[1]) * 1024
+        return total
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tokenizer() -> Tokenizer:
+    """The default model's tokenizer."""
+    return Tokenizer.from_str(loaded_model().tokenizer_json())
+
+
+def loaded_model() -> Any:
+    from relay.models.store import default_cache_dir, open_model
+
+    return open_model("smollm2", cache_dir=default_cache_dir(os.environ), offline=False)
+
+
+def transformers_folder() -> Path:
+    """The default model as a Hugging Face folder in fp32, written once from our pack (transformers can not serve it from GGUF in
+    fp32)."""
+    from benchmarks.export_hf import export
+
+    target = Path(tempfile.gettempdir()) / "relay-bench-smollm2-hf"
+    if not (target / "model.safetensors").exists():
+        export(loaded_model(), target)
+    return target
+
+
+@contextlib.contextmanager
+def start(name: str) -> Iterator[Server]:
+    """Start server ``name`` ("split", "colocated", "transformers"), wait until it is ready, stop it at the end."""
+    port = free_port()
+    environment = dict(os.environ)
+    if name == "transformers":
+        model = str(transformers_folder())
+        command = [str(Path(sys.executable).with_name("transformers")), "serve", model, "--continuous-batching"]
+        command += ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
+        environment |= {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+        probe = "/health"
+    else:
+        model = "smollm2"
+        command = [sys.executable, "-m", "relay.cli.main", "serve", *RELAY_SHAPES[name], "--port", str(port)]
+        probe = "/ready"
+    log = tempfile.NamedTemporaryFile(prefix=f"bench-{name}-", suffix=".log")  # noqa: SIM115
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
+                raise RuntimeError(f"{name} did not become ready:\n{Path(log.name).read_text()[-4000:]}")
+            with (
+                contextlib.suppress(urllib.error.URLError, ConnectionError),
+                urllib.request.urlopen(url + probe, timeout=5),
+            ):
+                break
+            time.sleep(0.02)
+        yield Server(name, url, process, time.perf_counter() - began, model)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        log.close()

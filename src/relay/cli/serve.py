@@ -1,0 +1,86 @@
+"""``relay serve``: flags to configuration, and one line for whatever is wrong with them."""
+
+from pathlib import Path
+
+import click
+
+from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, ServeConfig, WorkerConfig, parse_bytes
+
+
+@click.command()
+@click.argument("model", default="smollm2")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("--served-model-name", help="Name in the API [default: the model's own].")
+@click.option("--prefill", type=int, default=1, show_default=True, help="Prefill workers; 0 serves colocated.")
+@click.option(
+    "--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both)."
+)
+@click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True)
+@click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
+@click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")
+@click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
+@click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences a worker runs at once.")
+@click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one engine step.")
+@click.option("--block-size", type=int, default=16, show_default=True, help="Tokens of a KV block.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
+@click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True)
+@click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
+@click.option("--offline", is_flag=True, help="Never touch the network.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."
+)
+@click.option(
+    "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
+)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    prefill: int,
+    decode: int,
+    backend: BackendName,
+    threads: int,
+    kv_cache_memory: str,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    dtype: str,
+    kv_cache_dtype: str,
+    seed: int | None,
+    offline: bool,
+    cache_dir: Path | None,
+    grace: float,
+    log_level: str,
+) -> int:
+    """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
+    config = ServeConfig(
+        model=model,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        prefill=prefill,
+        decode=decode,
+        seed=seed,
+        offline=offline,
+        cache_dir=cache_dir,
+        log_level=log_level,
+        grace_s=grace,
+        worker=WorkerConfig(
+            backend=backend,
+            threads=threads,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_memory_bytes=parse_bytes(kv_cache_memory),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+    )
+    from relay.cli.server import run_server
+
+    return run_server(config)

@@ -1,0 +1,238 @@
+"""One run of ``relay serve``: listener, gateway, workers, HTTP, signals, and the end of all of them."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+import uvloop
+
+from relay.cli.listener import open_listener
+from relay.cli.workers import LocalWorkers
+from relay.config import ServeConfig
+from relay.control.contract import ModelInfo
+from relay.control.core import GatewayCore
+from relay.control.shell import GatewayShell
+from relay.errors import StartupError, UsageError
+
+if TYPE_CHECKING:
+    from relay.models.store import LoadedModel
+
+STOP_GRACE_S = 3.0
+HELD_LINES = 200
+
+
+def run_server(config: ServeConfig) -> int:
+    """Serve until a signal; returns the exit code. Raises RelayError for a start that failed; nothing is left running then."""
+    level = config.log_level.upper()
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    with contextlib.closing(open_listener(config.host, config.port)) as listener:
+        return uvloop.run(Server(config, listener).run())
+
+
+class Phases:
+    """Seconds of each phase of the start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
+
+    def line(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{time.monotonic() - self._start:.1f} s ({parts})"
+
+
+class WorkerLog:
+    """Workers' output: held back while the cluster starts, so that a failed start stays one line; then passed to stderr."""
+
+    def __init__(self, *, hold: bool) -> None:
+        self._held: deque[str] | None = deque(maxlen=HELD_LINES) if hold else None
+
+    def line(self, name: str, text: str) -> None:
+        if self._held is not None:
+            self._held.append(f"[{name}] {text}")
+        else:
+            click.echo(f"[{name}] {text}", err=True)
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        for text in held or ():
+            click.echo(text, err=True)
+
+
+class Server:
+    """``run`` returns when everything has ended."""
+
+    def __init__(self, config: ServeConfig, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._phases = Phases()
+        self._signals = 0
+        self._drain = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        with self._phases.measure("model"):
+            model = await asyncio.to_thread(_open_model, config)
+        name = config.served_model_name or model.name
+        limit = model.max_model_len
+        if config.worker.max_model_len is not None and config.worker.max_model_len > limit:
+            raise StartupError(
+                f"--max-model-len {config.worker.max_model_len} is over the {limit} positions of {model.name}"
+            )
+        info = ModelInfo(
+            name=name,
+            model_digest=model.digest,
+            numerics_id="",  # the first worker names it
+            vocab_size=model.config.vocab,
+            max_model_len=config.worker.max_model_len or limit,
+            created=int(time.time()),
+            eos_token_ids=model.config.eos_token_ids,
+        )
+        log = WorkerLog(hold=config.log_level != "debug")
+        workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
+        shell = GatewayShell(GatewayCore(config.control, info, config.slots), workers)
+        workers.attach(shell)
+        http: HttpServer | None = None
+        try:
+            workers.gateway = await shell.listen()
+            started = time.monotonic()
+            shell.start()
+            with self._phases.measure("api"):
+                app = await asyncio.to_thread(_create_app, config, shell, model)
+            http = HttpServer(app, self._listener)
+            http.start()
+            if await self._complete(shell, workers, http):
+                self._phases.seconds["workers"] = time.monotonic() - started
+                log.release()
+                self._banner(model)
+                await self._serve(shell, http)
+        finally:
+            shell.stop()
+            if http is not None:
+                await http.stop()
+            await workers.close(0.0 if self._hurry.is_set() else STOP_GRACE_S)
+            await shell.close()
+        return 0
+
+    async def _complete(self, shell: GatewayShell, workers: LocalWorkers, http: "HttpServer") -> bool:
+        """Until the cluster is ready. False: a signal came first. Raises StartupError or the worker's own kind of error."""
+        waits: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(wait)
+            for wait in (shell.wait_complete(), self._drain.wait(), self._hurry.wait(), http.ended.wait())
+        }
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        http.check()
+        gave_up = shell.gave_up
+        if gave_up is not None:
+            raise workers.explain(gave_up.worker, gave_up.status, gave_up.reason)
+        return not self._drain.is_set()
+
+    async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:
+        """Until a signal or the end of the HTTP server; then let running requests finish within the grace period."""
+        waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        http.check()
+        draining = asyncio.ensure_future(shell.drain(self._config.grace_s))
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for wait in (draining, hurry):
+            wait.cancel()
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            click.echo("relay: finishing running requests; a second signal ends them", err=True)
+            self._drain.set()
+        else:
+            self._drain.set()
+            self._hurry.set()
+
+    def _banner(self, model: "LoadedModel") -> None:
+        config = self._config
+        host, port = self._listener.getsockname()[:2]
+        shown = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{port}"
+        name = config.served_model_name or model.name
+        workers = ", ".join(worker for worker, _ in config.slots)
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
+        click.echo(f"Relay serves {name} at {url}")
+        click.echo(f"workers  {workers} ({config.worker.backend})")
+        click.echo(f"ready    {self._phases.line()}")
+        click.echo(f"try      curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+        sys.stdout.flush()
+
+
+class HttpServer:
+    """uvicorn as a task. Signals are ours; its end is awaited, never assumed."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        import uvicorn
+
+        from relay.api.app import UVICORN_OPTIONS
+
+        class _Uvicorn(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        options: dict[str, Any] = {**UVICORN_OPTIONS, "timeout_graceful_shutdown": 2}
+        self._server = _Uvicorn(uvicorn.Config(app, **options))
+        self._listener = listener
+        self._task: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._server.serve([self._listener]))
+        self._task.add_done_callback(lambda task: self.ended.set())
+
+    def check(self) -> None:
+        """Raises StartupError if the server ended although nobody asked it to."""
+        if self._task is not None and self._task.done() and not self._server.should_exit:
+            error = self._task.exception()
+            raise StartupError(f"the HTTP server ended: {error or 'no reason given'}")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            if not self._task.cancelled() and self._task.exception() is not None:
+                logging.getLogger("relay.http").error("HTTP server: %s", self._task.exception())
+
+
+def _open_model(config: ServeConfig) -> "LoadedModel":
+    from relay.models.progress import console_progress
+    from relay.models.store import default_cache_dir, open_model
+
+    cache_dir = config.cache_dir or default_cache_dir(os.environ)
+    return open_model(config.model, cache_dir=cache_dir, offline=config.offline, progress=console_progress())
+
+
+def _create_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
+    from relay.api.app import create_app
+
+    return create_app(shell, model.tokenizer, model.chat_template)

@@ -1,0 +1,87 @@
+"""From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
+
+import sys
+from collections.abc import Callable
+
+from relay.cluster.launcher import LaunchExit, LaunchSpec
+from relay.cluster.local import LocalLauncher
+from relay.config import WorkerConfig
+from relay.control.shell import GatewayShell
+from relay.errors import RelayError, StartupError
+from relay.ids import WorkerKey
+from relay.protocol.messages import Role
+from relay.worker.spec import WorkerSpec, encode_spec
+
+ERROR_PREFIX = "relay: "
+
+
+class LocalWorkers:
+    """Implements the shell's ``WorkerLauncher`` with child processes of this one. Call ``attach`` before the first start."""
+
+    def __init__(
+        self, config: WorkerConfig, pack_path: str, model_digest: str, on_line: Callable[[str, str], None]
+    ) -> None:
+        self._config = config
+        self._pack_path = pack_path
+        self._model_digest = model_digest
+        self._launcher = LocalLauncher(self._exited, on_line)
+        self._keys: dict[str, WorkerKey] = {}
+        self._shell: GatewayShell | None = None
+        self._last_exits: dict[str, LaunchExit] = {}
+        self.gateway = ""
+
+    def attach(self, shell: GatewayShell) -> None:
+        self._shell = shell
+
+    def start(self, worker: WorkerKey, role: Role) -> None:
+        name = _name(worker)
+        self._keys[name] = worker
+        argv = [sys.executable, "-m", "relay.worker.agent", "--spec", encode_spec(self._spec(worker, role))]
+        self._launcher.start(LaunchSpec(name=name, argv=argv))
+
+    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+        self._launcher.stop(_name(worker), kill=kill)
+
+    async def close(self, grace_s: float) -> None:
+        await self._launcher.close(grace_s)
+
+    def explain(self, worker: WorkerKey, status: int | None, reason: str) -> RelayError:
+        """The error of a worker that cannot start: in its own words and with its own exit code where it has any."""
+        last = self._last_exits.get(worker.worker)
+        words = next(
+            (line for line in reversed(last.last_lines if last else ()) if line.startswith(ERROR_PREFIX)), None
+        )
+        kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
+        if words is not None and status in kinds:
+            return kinds[status](f"{worker.worker}: {words[len(ERROR_PREFIX) :]}")
+        final = next((line for line in reversed(last.last_lines if last else ()) if line.strip()), "")
+        return StartupError(f"{worker.worker} cannot start ({reason})" + (f": {final}" if final else ""))
+
+    def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
+        config = self._config
+        return WorkerSpec(
+            worker=worker.worker,
+            incarnation=worker.incarnation,
+            role=role,
+            gateways=[self.gateway],
+            pack_path=self._pack_path,
+            model_digest=self._model_digest,
+            backend=config.backend,
+            threads=config.threads,
+            kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "bfloat16" else "float32",
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            max_model_len=config.max_model_len or 0,
+        )
+
+    def _exited(self, end: LaunchExit) -> None:
+        worker = self._keys.pop(end.name)
+        self._last_exits[worker.worker] = end
+        if self._shell is not None:
+            self._shell.launcher_exited(worker, end.status, end.signal, end.reason)
+
+
+def _name(worker: WorkerKey) -> str:
+    return f"{worker.worker}.{worker.incarnation}"

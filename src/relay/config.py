@@ -1,0 +1,189 @@
+"""Every setting of Relay, with its default and its check: the one configuration path.
+
+``relay serve`` builds a ``ServeConfig`` from its flags; nothing reads settings from anywhere else. Times are seconds here and
+become integer nanoseconds where pure code uses them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from relay.errors import UsageError
+
+BackendName = Literal["cpu", "reference"]
+BACKENDS: tuple[BackendName, ...] = ("cpu", "reference")
+DTYPES = ("auto", "float32")  # of activations
+KV_DTYPES = ("auto", "float32", "bfloat16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+UNIT_TOKENS = 16
+PROTOCOL_TEXT_LIMIT = 1024
+
+SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
+
+
+def _check(condition: bool, text: str) -> None:
+    if not condition:
+        raise UsageError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorConfig:
+    """When silence becomes suspicion and death, and when slowness becomes a hang."""
+
+    suspect_after_s: float = 1.0
+    dead_after_s: float = 1.5
+    frozen_after_s: float = 0.5  # engine stopped (state T) this long, as its agent reads it
+    start_deadline_s: float = 180.0  # launch to both connections: loading and compiling have their own long deadline
+    step_deadline_s: float = 10.0  # one engine step
+    answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
+    handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
+    own_stall_s: float = 0.5  # a tick this late means that the gateway itself stood still
+
+    def __post_init__(self) -> None:
+        _check(
+            0 < self.suspect_after_s <= self.dead_after_s, "suspect_after_s must be positive and at most dead_after_s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RestartConfig:
+    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker."""
+
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+    stable_after_s: float = 10.0  # ready this long: earlier failures are forgotten
+    crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
+    start_attempts: int = 3  # before the cluster was ever complete
+    exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
+    report_wait_s: float = 0.2  # after an engine's EOF, wait this long for its agent to say why
+
+
+@dataclass(frozen=True, slots=True)
+class RetryConfig:
+    """Bounds on placing one choice again. Counters restart whenever the choice commits a token."""
+
+    max_failures: int = 8
+    max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
+    max_transfer_failures: int = 2  # then one worker does both phases
+    backoff_s: float = 0.025
+    max_backoff_s: float = 1.0
+    full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """What may wait. Over these: 429 and Retry-After."""
+
+    max_num_queued_reqs: int = 512
+    max_num_queued_tokens: int = 1 << 20
+    retry_after_s: int = 1
+    no_worker_deadline_s: float = 60.0  # waiting while no worker at all is ready
+
+    def __post_init__(self) -> None:
+        _check(self.max_num_queued_reqs >= 1 and self.max_num_queued_tokens >= 1, "queue bounds must be positive")
+        _check(self.retry_after_s >= 1, "retry_after_s must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """Everything the gateway's pure core is told once."""
+
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
+    tick_s: float = 0.1
+    story_entries: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What one worker is given; None means that the worker's own default for the model applies."""
+
+    backend: BackendName = "cpu"
+    threads: int = 0  # 0: all cores
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int = 1 << 30
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
+        _check(self.threads >= 0, "--threads must be 0 (all cores) or more")
+        _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
+        _check(
+            self.kv_cache_dtype in KV_DTYPES,
+            f"--kv-cache-dtype: {self.kv_cache_dtype!r} is none of {', '.join(KV_DTYPES)}",
+        )
+        _check(
+            self.block_size >= UNIT_TOKENS and self.block_size % UNIT_TOKENS == 0,
+            f"--block-size must be a multiple of {UNIT_TOKENS}, not {self.block_size}",
+        )
+        _check(self.max_model_len is None or self.max_model_len >= 1, "--max-model-len must be at least 1")
+        _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        _check(self.max_num_batched_tokens >= UNIT_TOKENS, f"--max-num-batched-tokens must be at least {UNIT_TOKENS}")
+        _check(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
+        )
+        _check(
+            self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """``relay serve``: where to listen, what to serve, with which workers."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    prefill: int = 1
+    decode: int = 1
+    seed: int | None = None
+    offline: bool = False
+    cache_dir: Path | None = None
+    log_level: str = "info"
+    grace_s: float = 30.0
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
+        _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
+        _check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
+        _check(self.grace_s >= 0, "--grace must not be negative")
+        _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+
+    @property
+    def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:
+        """(worker id, role) of every worker to start."""
+        if self.prefill == 0:
+            return [(f"worker-{index}", "both") for index in range(self.decode)]
+        prefill: list[tuple[str, Literal["prefill", "decode", "both"]]]
+        prefill = [(f"prefill-{index}", "prefill") for index in range(self.prefill)]
+        return prefill + [(f"decode-{index}", "decode") for index in range(self.decode)]
+
+
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """``512M``, ``2GiB``, ``1.5g`` or plain bytes → bytes. Raises UsageError."""
+    stripped = text.strip().lower()
+    number = stripped.rstrip("ib").rstrip("kmgt")
+    suffix = stripped[len(number) :].rstrip("b").rstrip("i")
+    try:
+        value = float(number)
+        factor = _SUFFIXES[suffix]
+    except (ValueError, KeyError):
+        raise UsageError(f"{text!r} is not a size; write for example 512M or 2G") from None
+    _check(0 < value < float("inf"), f"{text!r} is not a positive size")
+    return int(value * factor)

@@ -1,0 +1,77 @@
+"""The failure detector: silence, start-up deadlines and answers that never come, with doubt about the gateway's own stalls."""
+
+from relay.config import SECOND
+from relay.control.membership import Membership
+from relay.control.placement import Dispatcher
+from relay.control.state import LIVE, ClusterState
+from relay.control.transitions import ChoiceState, WorkerState
+
+
+class Detector:
+    """Looks at everything once a tick. Ends of processes and connections are events and do not wait for it."""
+
+    def __init__(self, state: ClusterState, membership: Membership, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._membership = membership
+        self._dispatcher = dispatcher
+        self._last_tick_ns: int | None = None
+
+    def tick(self, now_ns: int) -> None:
+        self._forgive_own_stall(now_ns)
+        self._silence(now_ns)
+        self._answers(now_ns)
+
+    def _forgive_own_stall(self, now_ns: int) -> None:
+        """A tick far too late means that we slept: what was unheard in that time says nothing about others."""
+        config = self._state.config
+        last, self._last_tick_ns = self._last_tick_ns, now_ns
+        if last is None:
+            return
+        late_ns = now_ns - last - int(config.tick_s * SECOND)
+        if late_ns > config.detector.own_stall_s * SECOND:
+            self._state.counters["own_stalls"] += 1
+            for worker in self._state.workers.values():
+                worker.heard_ns += late_ns
+                if worker.frozen_since_ns:
+                    worker.frozen_since_ns += late_ns
+            for request in self._state.requests.values():
+                for choice in request.choices:
+                    choice.changed_ns += late_ns
+
+    def _silence(self, now_ns: int) -> None:
+        detector = self._state.config.detector
+        beating = [worker for worker in self._state.workers.values() if worker.state in LIVE]
+        dead_ns = int(detector.dead_after_s * SECOND)
+        dead = [worker for worker in beating if now_ns - worker.heard_ns >= dead_ns]
+        # Half of several peers silent at once: more likely our network or machine than all of them. Wait once more.
+        doubtful = len(beating) > 1 and 2 * len(dead) >= len(beating)
+        for worker in beating:
+            silent_ns = now_ns - worker.heard_ns
+            worker.suspect = silent_ns >= detector.suspect_after_s * SECOND
+            if silent_ns >= (2 * dead_ns if doubtful and len(dead) > 1 else dead_ns):
+                self._membership.lose(worker, f"silent for {silent_ns / SECOND:.1f} s", now_ns, fence=True)
+        for worker in self._state.workers.values():
+            if (
+                worker.state is WorkerState.STARTING
+                and now_ns - worker.changed_ns >= detector.start_deadline_s * SECOND
+            ):
+                self._membership.lose(
+                    worker, f"not ready {detector.start_deadline_s:g} s after its start", now_ns, fence=True
+                )
+
+    def _answers(self, now_ns: int) -> None:
+        detector = self._state.config.detector
+        answer_ns = detector.answer_deadline_s * SECOND
+        handoff_ns = detector.handoff_deadline_s * SECOND
+        late = [
+            choice
+            for request in self._state.requests.values()
+            for choice in request.choices
+            if (choice.state is ChoiceState.RESERVING and now_ns - choice.changed_ns >= answer_ns)
+            or (choice.state is ChoiceState.HANDOFF and now_ns - choice.changed_ns >= handoff_ns)
+        ]
+        for choice in late:
+            if choice.state in (ChoiceState.RESERVING, ChoiceState.HANDOFF):
+                if choice.state is ChoiceState.HANDOFF:
+                    choice.transfer_failures += 1
+                self._dispatcher.reopen(choice, now_ns, f"no answer in state {choice.state.value}")

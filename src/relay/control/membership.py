@@ -1,0 +1,260 @@
+"""Workers come, die and come back: handshake, loss, restart with backoff, and blame for crashes."""
+
+from dataclasses import replace
+
+from relay.config import MILLISECOND, PROTOCOL_TEXT_LIMIT, SECOND
+from relay.control.commands import (
+    AcceptConnection,
+    CancelTimer,
+    CloseWorker,
+    ClusterReady,
+    LaunchWorker,
+    RejectConnection,
+    SendToAgent,
+    SendToEngine,
+    SetTimer,
+    StopWorker,
+    WorkerGaveUp,
+)
+from relay.control.contract import RequestFailure
+from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
+from relay.control.placement import Dispatcher
+from relay.control.requests import Choice
+from relay.control.state import LIVE, ClusterState
+from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
+from relay.control.workers import Worker
+from relay.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, Drain, EngineExited, Heartbeat, Hello
+
+CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
+FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
+
+
+class Membership:
+    """Keeps the set of workers at what was asked for."""
+
+    def __init__(self, state: ClusterState, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._dispatcher = dispatcher
+
+    # --- coming ---------------------------------------------------------------------------------------------------
+
+    def launch(self, worker: Worker, now_ns: int) -> None:
+        worker.begin(worker.incarnation + 1, now_ns)
+        self._state.commands.append(LaunchWorker(worker.key, worker.role))
+
+    def connected(self, event: WorkerConnected, now_ns: int) -> None:
+        hello = event.hello
+        problem = self._problem(hello)
+        if problem:
+            self._state.counters["connections_rejected"] += 1
+            self._state.commands.append(RejectConnection(event.connection, problem[:PROTOCOL_TEXT_LIMIT]))
+            return
+        worker = self._state.workers[hello.worker]
+        if hello.process == "agent":
+            worker.agent, worker.agent_open = hello, True
+            worker.heard_ns = now_ns
+        else:
+            worker.engine, worker.engine_open = hello, True
+            worker.kv_tokens = hello.kv_blocks * hello.block_size
+            if not self._state.model.numerics_id:
+                self._state.model = replace(self._state.model, numerics_id=hello.numerics_id)
+        self._state.commands.append(AcceptConnection(event.connection, worker.key, hello.process))
+        if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
+            worker.move(WorkerTrigger.CONNECT, now_ns)
+            worker.heard_ns = now_ns
+            self._check_complete()
+            self._dispatcher.pump(now_ns)
+
+    def _problem(self, hello: Hello) -> str:
+        """Why this hello is refused, or an empty string."""
+        worker = self._state.workers.get(hello.worker)
+        if worker is None:
+            return f"unknown worker {hello.worker!r}"
+        if hello.protocol_min > PROTOCOL_MAX or hello.protocol_max < PROTOCOL_MIN:
+            theirs = f"{hello.protocol_min} to {hello.protocol_max}"
+            return f"protocol {theirs} of the worker does not meet {PROTOCOL_MIN} to {PROTOCOL_MAX} of the gateway"
+        if hello.incarnation != worker.incarnation or self._state.current(worker.key) is None:
+            return (
+                f"incarnation {hello.incarnation} of {hello.worker} is fenced; the present one is {worker.incarnation}"
+            )
+        if worker.engine_open if hello.process == "engine" else worker.agent_open:
+            return f"the {hello.process} of {hello.worker} is connected already"
+        model = self._state.model
+        if hello.process == "engine":
+            if model.model_digest and hello.model_digest != model.model_digest:
+                return f"model digest {hello.model_digest} of the worker is not {model.model_digest} of the gateway"
+            if hello.kv_blocks < 1 or hello.block_size < 1:
+                return f"{hello.worker} offers {hello.kv_blocks} KV blocks of {hello.block_size} tokens"
+        return ""
+
+    def _check_complete(self) -> None:
+        if self._state.was_complete:
+            return
+        if all(worker.state is WorkerState.READY for worker in self._state.workers.values()):
+            self._state.was_complete = True
+            self._state.commands.append(ClusterReady())
+
+    # --- going ----------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, event: ConnectionLost, now_ns: int) -> None:
+        worker = self._state.workers.get(event.worker.worker)
+        if worker is None or worker.incarnation != event.worker.incarnation:
+            return
+        if event.process == "agent":
+            worker.agent_open = False
+        else:
+            worker.engine_open = False
+        if self._state.current(event.worker) is not None:
+            # An engine's end is explained by its agent a moment later: leave the agent that moment.
+            wait_for_report = event.process == "engine" and worker.agent_open
+            self.lose(worker, f"{event.process} connection ended: {event.reason}", now_ns, fence=not wait_for_report)
+        elif worker.exited:
+            self._gone(worker, now_ns)
+
+    def engine_exited(self, worker: Worker, message: EngineExited, now_ns: int) -> None:
+        """The agent saw its engine end. May come before or after the engine's EOF."""
+        how = f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+        if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
+            self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
+        worker.last_cause = f"engine exited with {how}"
+        crashed = message.signal in CRASH_SIGNALS or (message.signal is None and message.status not in (0, None))
+        victims, worker.victims = worker.victims, []
+        if crashed:
+            for choice, mark in victims:
+                self._blame(worker, choice, mark, how, now_ns)
+        self._dispatcher.pump(now_ns)
+
+    def launcher_exited(self, event: LauncherExited, now_ns: int) -> None:
+        worker = self._state.workers.get(event.worker.worker)
+        if worker is None or worker.incarnation != event.worker.incarnation or worker.state is WorkerState.STOPPED:
+            return
+        how = event.reason or (f"signal {event.signal}" if event.signal is not None else f"status {event.status}")
+        if worker.state is not WorkerState.LOST:
+            self.lose(worker, f"process exited with {how}", now_ns, fence=False)
+        worker.exit = event
+        if (
+            not worker.agent_open
+        ):  # else its last words may still be on their way: its EOF or the fence timer ends the wait
+            self._gone(worker, now_ns)
+
+    def _gone(self, worker: Worker, now_ns: int) -> None:
+        """The processes of a lost worker are gone and have nothing left to say."""
+        self._state.commands.append(CloseWorker(worker.key))
+        self._state.commands += [CancelTimer(("fence", worker.id)), CancelTimer(("reap", worker.id))]
+        restart = self._state.config.restart
+        status = worker.exit.status if worker.exit else None
+        if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
+            signal = worker.exit.signal if worker.exit else None
+            worker.gave_up = True
+            worker.move(WorkerTrigger.STOP, now_ns)
+            self._state.commands.append(WorkerGaveUp(worker.key, status, signal, worker.last_cause))
+            return
+        self._schedule_restart(worker, now_ns)
+
+    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool) -> None:
+        """Fence this incarnation and reopen everything placed on it. ``fence`` False: its agent may still report for a moment."""
+        if (
+            worker.state is WorkerState.STARTING
+            or now_ns - worker.changed_ns < self._state.config.restart.stable_after_s * SECOND
+        ):
+            worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
+        else:
+            worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
+        self._state.counters["workers_lost"] += 1
+        worker.move(WorkerTrigger.LOSE, now_ns)
+        worker.last_cause = cause
+        worker.suspect = False
+        worker.exclusive = None
+        worker.forget_cache()
+        worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
+        for choice in list(worker.live):
+            if choice in worker.live:  # failing one request may have ended others of its choices
+                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})")
+        restart = self._state.config.restart
+        if fence:
+            self._fence(worker, now_ns)
+        else:
+            wait_ns = int(restart.report_wait_s * SECOND)
+            self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
+        self._dispatcher.pump(now_ns)
+
+    def _fence(self, worker: Worker, now_ns: int) -> None:
+        worker.agent_open = worker.engine_open = False
+        self._state.commands.append(CloseWorker(worker.key))
+        self._state.commands.append(StopWorker(worker.key, kill=True))
+        wait_ns = int(self._state.config.restart.exit_wait_s * SECOND)
+        self._state.commands.append(SetTimer(("reap", worker.id), now_ns + wait_ns))
+
+    # --- coming back ----------------------------------------------------------------------------------------------
+
+    def timer(self, kind: str, worker: Worker, now_ns: int) -> None:
+        """``fence``: the agent had its moment. ``reap``: no exit was seen, go on without. ``launch``: the delay is over."""
+        if worker.state is not WorkerState.LOST:
+            return
+        if kind == "fence":
+            if worker.exited:
+                self._gone(worker, now_ns)
+            else:
+                self._fence(worker, now_ns)
+        elif kind == "reap":
+            self._gone(worker, now_ns)
+        elif kind == "launch":
+            self.launch(worker, now_ns)
+
+    def _schedule_restart(self, worker: Worker, now_ns: int) -> None:
+        if self._state.stopped:
+            return
+        restart = self._state.config.restart
+        if worker.failures <= 1:
+            self.launch(worker, now_ns)
+            return
+        delay_s = min(restart.max_delay_s, restart.first_delay_s * 2 ** min(worker.failures - 2, 30))
+        self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(delay_s * SECOND)))
+
+    def _blame(self, worker: Worker, choice: Choice, mark: int, how: str, now_ns: int) -> None:
+        """``choice`` was being computed when its engine crashed. The third time without a token between, then alone: its fault."""
+        if choice.state is ChoiceState.ENDED or len(choice.committed) > mark:
+            return
+        choice.blames += 1
+        choice.blame_mark = mark
+        choice.troubled = True
+        self._state.story.tell(now_ns, choice.request.id, choice.index, f"blamed for the crash of {worker.id} ({how})")
+        if choice.blames >= self._state.config.retry.max_blames:
+            text = f"the engine crashed {choice.blames} times while computing this request (last: {how})"
+            self._dispatcher.fail(choice.request, RequestFailure(500, "quarantined", text), now_ns)
+
+    # --- draining and stopping ------------------------------------------------------------------------------------
+
+    def drain(self, worker: Worker, now_ns: int) -> None:
+        """The worker takes nothing new (it said so, or an operator did)."""
+        if worker.state is WorkerState.READY:
+            worker.move(WorkerTrigger.DRAIN, now_ns)
+            self._state.commands.append(SendToEngine(worker.key, Drain()))
+            self._state.commands.append(SendToAgent(worker.key, Drain()))
+
+    def stop_all(self, now_ns: int) -> None:
+        for worker in self._state.workers.values():
+            if worker.state is WorkerState.STOPPED:
+                continue
+            worker.move(WorkerTrigger.STOP, now_ns)
+            self._state.commands.append(StopWorker(worker.key, kill=False))
+            for kind in ("fence", "reap", "launch"):
+                self._state.commands.append(CancelTimer((kind, worker.id)))
+
+    # --- hearing --------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, worker: Worker, beat: Heartbeat, now_ns: int) -> None:
+        worker.heard_ns = now_ns
+        worker.beat = beat
+        worker.suspect = False
+        if beat.engine_state in ("T", "t"):
+            worker.frozen_since_ns = worker.frozen_since_ns or now_ns
+            if now_ns - worker.frozen_since_ns >= self._state.config.detector.frozen_after_s * SECOND:
+                self.lose(worker, "engine frozen", now_ns, fence=True)
+            return
+        worker.frozen_since_ns = 0
+        deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
+        if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
+            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True)
+        elif beat.phase == "draining" and worker.state in LIVE:
+            self.drain(worker, now_ns)

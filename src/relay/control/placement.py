@@ -1,0 +1,232 @@
+"""The life of attempts: placing, accepting, refusing, reopening and ending them."""
+
+from itertools import islice
+
+from relay.control.admission import cannot_fit
+from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
+from relay.control.contract import RequestFailure
+from relay.control.requests import Choice, Request
+from relay.control.router import Placement, Router
+from relay.control.state import LIVE, ClusterState
+from relay.control.transitions import ChoiceState, Trigger
+from relay.control.workers import Worker
+from relay.protocol.messages import Accept, Cancel, Prefill, Refuse, Reserve, Run
+
+SCAN_LIMIT = 64  # waiting choices looked at for one change of the cluster
+
+
+class Dispatcher:
+    """Moves choices between the queue and the workers."""
+
+    def __init__(self, state: ClusterState, router: Router) -> None:
+        self._state = state
+        self._router = router
+
+    def submit(self, request: Request) -> None:
+        for choice in request.choices:
+            self._state.queue.add_new(choice)
+
+    def pump(self, now_ns: int) -> None:
+        """Place what can be placed, in order. A choice that cannot go now does not hold up those behind it."""
+        queue = self._state.queue
+        progress = True
+        while progress and len(queue) and self._router.any_room():
+            progress = False
+            for choice in list(islice(queue, SCAN_LIMIT)):
+                if choice.not_before_ns > now_ns or choice.state is not ChoiceState.WAITING:
+                    continue
+                placement = self._router.choose(choice, now_ns)
+                if placement is not None:
+                    self._place(choice, placement, now_ns)
+                    progress = True
+
+    def _place(self, choice: Choice, placement: Placement, now_ns: int) -> None:
+        state = self._state
+        submission = choice.request.submission
+        failure = cannot_fit(state, len(submission.token_ids) + submission.params.max_tokens)
+        if failure is not None:
+            self.fail(choice.request, failure, now_ns)
+            return
+        state.queue.remove(choice)
+        choice.attempt += 1
+        decode, prefill = placement.decode, placement.prefill
+        choice.decode, choice.prefill = decode, prefill
+        hashes = choice.hashes(decode.numerics_id)
+        decode.expect(hashes)
+        if prefill is None:
+            choice.move(Trigger.RUN, now_ns)
+            decode.book(choice, placement.uncached_decode, now_ns)
+            self._tell(
+                choice,
+                now_ns,
+                f"attempt {choice.attempt}: run on {decode.id}, {placement.uncached_decode} tokens uncached",
+            )
+            state.commands.append(SendToEngine(decode.key, Run(choice.work())))
+            return
+        choice.move(Trigger.RESERVE, now_ns)
+        choice.transfer = state.next_transfer
+        state.next_transfer += 1
+        prefill.expect(hashes)
+        prefill.book(choice, placement.uncached_prefill, now_ns)
+        decode.book(choice, 0, now_ns)
+        decode.reserving += 1
+        self._tell(
+            choice,
+            now_ns,
+            f"attempt {choice.attempt}: {prefill.id} → {decode.id}, {placement.uncached_prefill} tokens uncached",
+        )
+        reserve = Reserve(choice.work(), choice.transfer, prefill.id, prefill.incarnation)
+        state.commands.append(SendToEngine(decode.key, reserve))
+
+    def accepted(self, worker: Worker, message: Accept, now_ns: int) -> None:
+        """D made room: P may start."""
+        choice = self._placed(worker, message)
+        if choice is None or choice.state is not ChoiceState.RESERVING or worker is not choice.decode:
+            return
+        if message.transfer != choice.transfer or not 0 <= message.cached_tokens <= choice.num_tokens:
+            self.reopen(choice, now_ns, f"{worker.id} accepted something else")
+            return
+        prefill = choice.prefill
+        assert prefill is not None
+        assert worker.engine is not None
+        worker.reserving -= 1
+        worker.tight = False
+        choice.move(Trigger.ACCEPT, now_ns)
+        order = Prefill(
+            work=choice.work(),
+            transfer=choice.transfer,
+            first_token=message.cached_tokens,
+            addresses=worker.engine.kv_addresses,
+            target=worker.id,
+            target_incarnation=worker.incarnation,
+        )
+        self._state.commands.append(SendToEngine(prefill.key, order))
+
+    def refused(self, worker: Worker, message: Refuse, now_ns: int) -> None:
+        """The work was not taken: try elsewhere, wait, or give up if it never can be."""
+        choice = self._placed(worker, message)
+        if choice is None:
+            return
+        self._state.counters[f"refused_{message.reason}"] += 1
+        if message.reason == "too_long":
+            text = f"{worker.id} cannot hold this request in its KV cache"
+            self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
+            return
+        if message.reason == "full":
+            self._back_to_queue(choice, now_ns, f"{worker.id} is full")
+            worker.full = worker.tight = True
+            choice.full_since_ns = choice.full_since_ns or now_ns
+            choice.troubled = True
+            return
+        if message.reason == "draining":
+            self._back_to_queue(choice, now_ns, f"{worker.id} drains")
+            return
+        choice.transfer_failures += 1
+        self.reopen(choice, now_ns, f"{worker.id} refused: {message.reason}")
+
+    def reopen(self, choice: Choice, now_ns: int, cause: str) -> None:
+        """The attempt failed: the next one starts from prompt and committed tokens, before new requests."""
+        retry = self._state.config.retry
+        choice.failures += 1
+        choice.troubled = True
+        self._state.counters["resumed"] += 1
+        if choice.failures > retry.max_failures:
+            text = f"gave up after {choice.failures} attempts without a new token; the last: {cause}"
+            self.fail(choice.request, RequestFailure(500, "retries_exhausted", text), now_ns)
+            return
+        if choice.failures > 1:  # the first failover waits for nothing
+            delay_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (choice.failures - 2))
+            choice.not_before_ns = now_ns + int(delay_s * 1e9)
+        self._back_to_queue(choice, now_ns, cause)
+
+    def finish(self, choice: Choice, worker: Worker, now_ns: int) -> None:
+        """The engine's last token of this choice was committed. Others that hold it are told."""
+        for other in (choice.prefill, choice.decode):
+            if other is not None and (other is not worker or choice.prefill is not None):
+                self._cancel_at(choice, other)
+        self._end(choice, now_ns)
+
+    def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
+        """A stop string matched: nothing more of this choice is wanted."""
+        self._tell(choice, now_ns, cause)
+        self._cancel(choice)
+        self._end(choice, now_ns)
+
+    def fail(self, request: Request, failure: RequestFailure | None, now_ns: int) -> None:
+        """End every choice; ``failure`` None: the client is gone, nobody is told."""
+        for choice in request.choices:
+            if choice.state is not ChoiceState.ENDED:
+                self._cancel(choice)
+                self._leave(choice)
+                choice.move(Trigger.END, now_ns)
+        if self._state.requests.pop(request.id, None) is None:
+            return
+        if failure is None:
+            self._state.counters["requests_cancelled"] += 1
+        else:
+            self._state.story.tell(now_ns, request.id, 0, f"failed: {failure.code}: {failure.message}")
+            self._state.counters["requests_failed"] += 1
+            self._state.commands.append(Fail(request.id, failure))
+        self.check_quiesced()
+
+    def check_quiesced(self) -> None:
+        if self._state.draining and not self._state.requests:
+            self._state.commands.append(Quiesced())
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _placed(self, worker: Worker, message: Accept | Refuse) -> Choice | None:
+        """The choice whose current attempt ``message`` of ``worker`` is about."""
+        request = self._state.requests.get(message.request)
+        if request is None or not 0 <= message.choice < len(request.choices):
+            return None
+        choice = request.choices[message.choice]
+        if choice.attempt != message.attempt or worker not in (choice.decode, choice.prefill):
+            return None
+        return choice
+
+    def _back_to_queue(self, choice: Choice, now_ns: int, cause: str) -> None:
+        self._tell(choice, now_ns, f"attempt {choice.attempt} ended after {len(choice.committed)} tokens: {cause}")
+        self._cancel(choice)
+        self._leave(choice)
+        choice.move(Trigger.REOPEN, now_ns)
+        self._state.queue.add_resumed(choice)
+
+    def _end(self, choice: Choice, now_ns: int) -> None:
+        self._leave(choice)
+        choice.move(Trigger.END, now_ns)
+        request = choice.request
+        request.open_choices -= 1
+        if request.open_choices == 0:
+            del self._state.requests[request.id]
+            self._state.counters["requests_finished"] += 1
+            self._state.commands.append(Ended(request.id))
+            self.check_quiesced()
+
+    def _leave(self, choice: Choice) -> None:
+        """Take the choice off its workers and out of the queue."""
+        if choice.state is ChoiceState.RESERVING and choice.decode is not None:
+            choice.decode.reserving -= 1
+        for worker in (choice.prefill, choice.decode):
+            if worker is not None:
+                worker.unbook(choice)
+        choice.prefill = choice.decode = None
+        choice.ahead.clear()
+        self._state.queue.remove(choice)
+        if choice.blames:
+            for worker in self._state.workers.values():
+                if worker.exclusive is choice:
+                    worker.exclusive = None
+
+    def _cancel(self, choice: Choice) -> None:
+        for worker in (choice.prefill, choice.decode):
+            if worker is not None:
+                self._cancel_at(choice, worker)
+
+    def _cancel_at(self, choice: Choice, worker: Worker) -> None:
+        if worker.state in LIVE:
+            cancel = Cancel(choice.request.id, choice.index, choice.attempt)
+            self._state.commands.append(SendToEngine(worker.key, cancel))
+
+    def _tell(self, choice: Choice, now_ns: int, text: str) -> None:
+        self._state.story.tell(now_ns, choice.request.id, choice.index, text)

@@ -1,0 +1,81 @@
+"""What the gateway tells about itself: status, health and metrics."""
+
+from relay.config import SECOND
+from relay.control.state import ClusterState
+from relay.control.transitions import WorkerState
+from relay.control.workers import Worker
+
+NO_PROGRESS_S = 30.0
+
+
+def status(state: ClusterState, now_ns: int) -> dict[str, object]:
+    """What ``relay status --json`` prints."""
+    return {
+        "model": state.model.name,
+        "model_digest": state.model.model_digest,
+        "numerics_id": state.model.numerics_id,
+        "ready": bool(state.ready_workers()) and not state.draining,
+        "draining": state.draining,
+        "requests": {
+            "running": sum(len(request.choices) for request in state.requests.values()) - len(state.queue),
+            "waiting": len(state.queue),
+        },
+        "workers": [_worker(worker, now_ns) for worker in state.workers.values()],
+    }
+
+
+def _worker(worker: Worker, now_ns: int) -> dict[str, object]:
+    load = worker.load
+    alive = worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+    return {
+        "id": worker.id,
+        "pid": worker.engine.pid if alive and worker.engine else None,
+        "agent_pid": worker.agent.pid if alive and worker.agent else None,
+        "role": worker.role,
+        "state": worker.state.value,
+        "incarnation": worker.incarnation,
+        "kv_used": load.kv_used if load else 0,
+        "kv_total": load.kv_total if load else (worker.engine.kv_blocks if worker.engine else 0),
+        "running": load.running if load else 0,
+        "waiting": load.waiting if load else 0,
+        "placed": len(worker.live),
+        "suspect": worker.suspect,
+        "numerics_id": worker.numerics_id,
+        "state_age_s": round((now_ns - worker.changed_ns) / SECOND, 3),
+        "last_loss": worker.last_cause,
+    }
+
+
+def health(state: ClusterState, now_ns: int) -> tuple[bool, str]:
+    """False when a worker has work and moves nothing. Being without workers is readiness, not health."""
+    for worker in state.ready_workers():
+        age_s = (now_ns - worker.progress_ns) / SECOND
+        stepping = worker.beat is not None and worker.beat.phase == "stepping"
+        if worker.live and stepping and age_s > NO_PROGRESS_S:
+            return False, f"{worker.id} has {len(worker.live)} sequences and produced nothing for {age_s:.0f} s"
+    return True, ""
+
+
+def metrics(state: ClusterState) -> list[tuple[str, dict[str, str], float]]:
+    """(name, labels, value). Names ending in ``_total`` only grow, until the gateway restarts."""
+    waiting = len(state.queue)
+    running = sum(request.open_choices for request in state.requests.values()) - waiting
+    samples: list[tuple[str, dict[str, str], float]] = [
+        ("relay_num_requests_running", {}, running),
+        ("relay_num_requests_waiting", {}, waiting),
+        ("relay_num_tokens_waiting", {}, state.queue.num_new_tokens),
+    ]
+    samples += [(f"relay_{name}_total", {}, count) for name, count in sorted(state.counters.items())]
+    for worker in state.workers.values():
+        label = {"worker": worker.id, "role": worker.role}
+        samples.append(("relay_worker_up", label, float(worker.state is WorkerState.READY)))
+        samples.append(("relay_worker_incarnation", label, worker.incarnation))
+        samples.append(("relay_worker_sequences", label, len(worker.live)))
+        samples.append(("relay_worker_backlog_tokens", label, worker.backlog_tokens))
+        if worker.load is not None:
+            samples.append(("relay_worker_kv_used", label, worker.load.kv_used))
+            samples.append(("relay_worker_kv_total", label, worker.load.kv_total))
+            samples += [
+                (f"relay_worker_{name}_total", label, value) for name, value in sorted(worker.load.counters.items())
+            ]
+    return samples

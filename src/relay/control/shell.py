@@ -1,0 +1,326 @@
+"""The asyncio shell of the gateway's core: sockets, timers and launchers. Implements ``contract.Gateway``."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from relay.clock import Clock, MonotonicClock
+from relay.control.commands import (
+    AcceptConnection,
+    CancelTimer,
+    CloseWorker,
+    ClusterReady,
+    Command,
+    Deliver,
+    Ended,
+    Fail,
+    LaunchWorker,
+    Quiesced,
+    Refuse,
+    RejectConnection,
+    SendToAgent,
+    SendToEngine,
+    SetTimer,
+    StopWorker,
+    WorkerGaveUp,
+)
+from relay.control.connection import Connection
+from relay.control.contract import ModelInfo, Submission, SubmissionRefused, TokenSink
+from relay.control.core import GatewayCore
+from relay.control.events import (
+    ChoiceFinished,
+    ConnectionLost,
+    DrainRequested,
+    Event,
+    LauncherExited,
+    ProcessName,
+    RequestCancelled,
+    RequestSubmitted,
+    Started,
+    StopRequested,
+    TimerFired,
+    TimerKey,
+    WorkerConnected,
+    WorkerMessage,
+)
+from relay.ids import WorkerKey
+from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
+
+MAX_CONNECTIONS = 1024
+logger = logging.getLogger("relay.gateway")
+
+
+class WorkerLauncher(Protocol):
+    """What the shell asks of whoever starts processes. Ends are told by ``GatewayShell.launcher_exited``."""
+
+    def start(self, worker: WorkerKey, role: Role) -> None: ...
+
+    def stop(self, worker: WorkerKey, *, kill: bool) -> None: ...
+
+
+class _Subscriber:
+    """A request's sink, and the choices that want nothing more."""
+
+    __slots__ = ("finished", "sink")
+
+    def __init__(self, sink: TokenSink) -> None:
+        self.sink = sink
+        self.finished: set[int] = set()
+
+
+class GatewayShell:
+    """Runs on one event loop; every method must be called there.
+
+    ``start`` listens for workers and launches them; ``wait_complete`` returns when all are ready; ``drain`` and ``stop`` end it.
+    """
+
+    def __init__(self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None) -> None:
+        self._core = core
+        self._launcher = launcher
+        self._now_ns = (clock or MonotonicClock()).now_ns
+        self._connections: dict[int, Connection] = {}
+        self._bound: dict[tuple[WorkerKey, ProcessName], Connection] = {}
+        self._subscribers: dict[int, _Subscriber] = {}
+        self._timers: dict[TimerKey, asyncio.TimerHandle] = {}
+        self._pending: deque[Command] = deque()
+        self._executing = False
+        self._next_connection = 1
+        self._next_request = 1
+        self._server: asyncio.Server | None = None
+        self._complete = asyncio.Event()
+        self._quiesced = asyncio.Event()
+        self.gave_up: WorkerGaveUp | None = None
+        self.address = ""  # "tcp://host:port" for workers, after ``listen``
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Deliver: self._deliver,
+            SendToEngine: self._send_to_engine,
+            Ended: lambda command: self._forget(command.request),
+            Fail: self._fail,
+            Refuse: lambda command: None,  # read by ``submit``
+            SendToAgent: self._send_to_agent,
+            AcceptConnection: self._accept,
+            RejectConnection: self._reject,
+            CloseWorker: self._close_worker,
+            LaunchWorker: self._launch,
+            StopWorker: lambda command: self._launcher.stop(command.worker, kill=command.kill),
+            SetTimer: self._set_timer,
+            CancelTimer: self._cancel_timer,
+            WorkerGaveUp: self._worker_gave_up,
+            ClusterReady: lambda command: self._complete.set(),
+            Quiesced: lambda command: self._quiesced.set(),
+        }
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Open the workers' listener; returns its address for their specs."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._new_connection, host, port)
+        bound = self._server.sockets[0].getsockname()
+        self.address = f"tcp://{bound[0]}:{bound[1]}"
+        return self.address
+
+    def start(self) -> None:
+        """Launch the workers."""
+        self._handle(Started())
+
+    async def wait_complete(self) -> WorkerGaveUp | None:
+        """Until every worker is ready once, or one gave up (which is returned)."""
+        await self._complete.wait()
+        return self.gave_up
+
+    async def drain(self, grace_s: float) -> bool:
+        """Take no new requests; wait at most ``grace_s`` for the running ones. True: all ended by themselves."""
+        self._handle(DrainRequested())
+        try:
+            await asyncio.wait_for(self._quiesced.wait(), grace_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Fail what still runs and tell every worker to end. The launcher's owner waits for the processes."""
+        self._handle(StopRequested())
+
+    async def close(self) -> None:
+        """Close listener, connections and timers."""
+        if self._server is not None:
+            self._server.close()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for connection in list(self._connections.values()):
+            connection.abort("gateway closed")
+        await asyncio.sleep(0)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    # --- contract.Gateway -----------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._core.state.model
+
+    def submit(self, submission: Submission, sink: TokenSink) -> int:
+        request = self._next_request
+        self._next_request += 1
+        self._subscribers[request] = _Subscriber(sink)
+        commands = self._core.handle(RequestSubmitted(request, submission), self._now_ns())
+        for command in commands:
+            if type(command) is Refuse or (type(command) is Fail and command.request == request):
+                del self._subscribers[request]
+                self._execute([other for other in commands if other is not command])
+                raise SubmissionRefused(command.failure)
+        self._execute(commands)
+        return request
+
+    def cancel(self, request: int) -> None:
+        if self._subscribers.pop(request, None) is not None:
+            self._handle(RequestCancelled(request))
+
+    def finish_choice(self, request: int, choice: int) -> None:
+        subscriber = self._subscribers.get(request)
+        if subscriber is not None and choice not in subscriber.finished:
+            subscriber.finished.add(choice)
+            self._handle(ChoiceFinished(request, choice))
+
+    def ready(self) -> bool:
+        return self._core.ready()
+
+    def health(self) -> tuple[bool, str]:
+        return self._core.health(self._now_ns())
+
+    def status(self) -> dict[str, object]:
+        return self._core.status(self._now_ns())
+
+    def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
+        return self._core.metrics()
+
+    def story(self, request: int) -> list[str]:
+        return self._core.story(request)
+
+    # --- events in ------------------------------------------------------------------------------------------------
+
+    def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
+        self._handle(LauncherExited(worker, status, signal, reason))
+
+    def hello(self, connection: Connection, hello: Hello) -> None:
+        self._handle(WorkerConnected(connection.number, hello))
+
+    def message(self, worker: WorkerKey, message: Message) -> None:
+        self._execute(self._core.handle(WorkerMessage(worker, message), self._now_ns()))
+
+    def lost(self, connection: Connection, reason: str) -> None:
+        self._connections.pop(connection.number, None)
+        worker = connection.worker
+        if worker is not None:
+            if self._bound.get((worker, connection.process)) is connection:
+                del self._bound[(worker, connection.process)]
+            self._handle(ConnectionLost(worker, connection.process, reason))
+
+    def _new_connection(self) -> Connection:
+        connection = Connection(self, self._next_connection)
+        self._next_connection += 1
+        self._connections[connection.number] = connection
+        if len(self._connections) > MAX_CONNECTIONS:
+            asyncio.get_running_loop().call_soon(connection.abort, "too many connections")
+        return connection
+
+    def _handle(self, event: Event) -> None:
+        self._execute(self._core.handle(event, self._now_ns()))
+
+    # --- commands out ---------------------------------------------------------------------------------------------
+
+    def _execute(self, commands: list[Command]) -> None:
+        """Carry out ``commands`` in order. Called again from inside (a sink that finishes a choice), it only appends."""
+        pending = self._pending
+        pending += commands
+        if self._executing:
+            return
+        self._executing = True
+        handlers = self._handlers
+        try:
+            while pending:
+                command = pending.popleft()
+                handlers[type(command)](command)
+        finally:
+            self._executing = False
+
+    def _deliver(self, command: Deliver) -> None:
+        subscriber = self._subscribers.get(command.request)
+        if subscriber is None or command.delivery.choice in subscriber.finished:
+            return
+        try:
+            subscriber.sink.tokens(command.delivery)
+        except Exception:  # a sink must not raise; one that does costs its own request only
+            logger.exception("request %d: its sink failed", command.request)
+            self.cancel(command.request)
+
+    def _fail(self, command: Fail) -> None:
+        subscriber = self._subscribers.pop(command.request, None)
+        if subscriber is None:
+            return
+        try:
+            subscriber.sink.failed(command.failure)
+        except Exception:
+            logger.exception("request %d: its sink failed", command.request)
+
+    def _forget(self, request: int) -> None:
+        self._subscribers.pop(request, None)
+
+    def _send_to_engine(self, command: SendToEngine) -> None:
+        connection = self._bound.get((command.worker, "engine"))
+        if connection is not None:
+            connection.send(command.message)
+
+    def _send_to_agent(self, command: SendToAgent) -> None:
+        connection = self._bound.get((command.worker, "agent"))
+        if connection is not None:
+            connection.send(command.message)
+
+    def _accept(self, command: AcceptConnection) -> None:
+        connection = self._connections.get(command.connection)
+        if connection is None:  # it ended within this event; its loss was reported before the core knew it
+            self._handle(ConnectionLost(command.worker, command.process, "EOF"))
+            return
+        connection.bind(command.worker, command.process)
+        self._bound[(command.worker, command.process)] = connection
+        connection.send(Welcome(protocol=PROTOCOL_MAX))
+
+    def _reject(self, command: RejectConnection) -> None:
+        connection = self._connections.get(command.connection)
+        logger.warning("worker refused: %s", command.reason)
+        if connection is not None:
+            connection.send(Rejected(reason=command.reason))
+            connection.close()
+
+    def _close_worker(self, command: CloseWorker) -> None:
+        processes: tuple[ProcessName, ProcessName] = ("agent", "engine")
+        for process in processes:
+            connection = self._bound.pop((command.worker, process), None)
+            if connection is not None:
+                connection.close()
+
+    def _launch(self, command: LaunchWorker) -> None:
+        logger.info("starting %s (incarnation %d)", command.worker.worker, command.worker.incarnation)
+        self._launcher.start(command.worker, command.role)
+
+    def _worker_gave_up(self, command: WorkerGaveUp) -> None:
+        self.gave_up = self.gave_up or command
+        self._complete.set()
+
+    def _set_timer(self, command: SetTimer) -> None:
+        self._cancel_timer(command)
+        delay_s = max(0.0, (command.at_ns - self._now_ns()) / 1e9)
+        self._timers[command.key] = asyncio.get_running_loop().call_later(delay_s, self._fire, command.key)
+
+    def _cancel_timer(self, command: SetTimer | CancelTimer) -> None:
+        timer = self._timers.pop(command.key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _fire(self, key: TimerKey) -> None:
+        self._timers.pop(key, None)
+        self._handle(TimerFired(key))

@@ -1,0 +1,52 @@
+"""The gateway's whole state, shared by the parts of the core, and the commands collected during one event."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from relay.config import ControlConfig
+from relay.control.commands import Command
+from relay.control.contract import ModelInfo
+from relay.control.queue import WaitQueue
+from relay.control.requests import Request
+from relay.control.story import Story
+from relay.control.transitions import WorkerState
+from relay.control.workers import Worker
+from relay.ids import WorkerKey
+from relay.protocol.messages import Role
+
+LIVE = (WorkerState.READY, WorkerState.DRAINING)
+
+
+class ClusterState:
+    """Requests, workers, queue and counters. Holds no logic beyond look-ups."""
+
+    def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
+        self.config = config
+        self.model = model
+        self.workers: dict[str, Worker] = {worker: Worker(worker, role) for worker, role in slots}
+        self.requests: dict[int, Request] = {}
+        self.queue = WaitQueue()
+        self.story = Story(config.story_entries)
+        self.commands: list[Command] = []
+        self.counters: Counter[str] = Counter()
+        self.next_transfer = 1
+        self.was_complete = False
+        self.draining = False
+        self.stopped = False
+        self.no_worker_since_ns: int | None = None
+
+    def current(self, key: WorkerKey) -> Worker | None:
+        """The worker of ``key`` if that incarnation is the present, unfenced one."""
+        worker = self.workers.get(key.worker)
+        if worker is None or worker.incarnation != key.incarnation:
+            return None
+        return None if worker.state in (WorkerState.LOST, WorkerState.STOPPED) else worker
+
+    def ready_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.state is WorkerState.READY]
+
+    def coming(self, worker: Worker) -> bool:
+        """Not ready, but on its way and not in a crash loop."""
+        if worker.gave_up or worker.failures >= self.config.restart.crash_loop_failures:
+            return False
+        return worker.state in (WorkerState.STARTING, WorkerState.LOST)

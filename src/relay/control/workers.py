@@ -1,0 +1,166 @@
+"""What the gateway knows about one worker: its life, its connections, its load and its prefix cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from relay.control.events import LauncherExited
+from relay.control.transitions import WORKER_TRANSITIONS, WorkerState, WorkerTrigger
+from relay.ids import WorkerKey
+from relay.protocol.messages import CacheChanged, Heartbeat, Hello, Load, Role
+
+if TYPE_CHECKING:
+    from relay.control.requests import Choice
+
+MAX_EXPECTED_UNITS = 4096
+MAX_CACHED_UNITS = 1 << 20
+
+
+class Worker:
+    """One slot of the cluster over all its incarnations.
+
+    ``live`` maps every choice placed here (as P or D) to the prefill tokens booked for it; ``backlog_tokens`` is their sum.
+    """
+
+    def __init__(self, worker: str, role: Role) -> None:
+        self.id = worker
+        self.role = role
+        self.state = WorkerState.STOPPED
+        self.incarnation = 0
+        self.changed_ns = 0
+        # connections and identity
+        self.agent: Hello | None = None
+        self.engine: Hello | None = None
+        self.agent_open = False
+        self.engine_open = False
+        self.kv_tokens = 0  # of the last incarnation that said hello: survives a restart for admission
+        # failure detection
+        self.heard_ns = 0
+        self.beat: Heartbeat | None = None
+        self.frozen_since_ns = 0
+        self.suspect = False
+        self.failures = 0  # consecutive lives that ended before they were stable
+        self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
+        self.last_cause = ""
+        self.exit: LauncherExited | None = None
+        self.gave_up = False
+        # load
+        self.load: Load | None = None
+        self.live: dict[Choice, int] = {}
+        self.backlog_tokens = 0
+        self.progress_ns = 0
+        self.full = False  # refused a reservation and said nothing new since
+        self.tight = False  # after a refusal: one reservation at a time until one is accepted
+        self.reserving = 0
+        self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
+        # prefix cache
+        self.cached: set[bytes] = set()
+        self.expected: OrderedDict[bytes, None] = OrderedDict()  # of work sent here and not reported yet
+        self.cache_sequence = -1
+
+    @property
+    def exited(self) -> bool:
+        return self.exit is not None
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.id, self.incarnation)
+
+    @property
+    def numerics_id(self) -> str:
+        return self.engine.numerics_id if self.engine else ""
+
+    @property
+    def max_live(self) -> int:
+        """Attempts placed here at once; more wait in the gateway, where they can still go elsewhere."""
+        return self.engine.max_num_seqs if self.engine and self.engine.max_num_seqs > 0 else 256
+
+    @property
+    def has_room(self) -> bool:
+        return self.exclusive is None and len(self.live) < self.max_live
+
+    @property
+    def can_reserve(self) -> bool:
+        return self.has_room and not self.full and not (self.tight and self.reserving)
+
+    def move(self, trigger: WorkerTrigger, now_ns: int) -> None:
+        """Take one transition of the table."""
+        target = WORKER_TRANSITIONS.get((self.state, trigger))
+        if target is None:
+            raise AssertionError(f"worker {self.id}: {trigger.name} in {self.state.name}")
+        self.state = target
+        self.changed_ns = now_ns
+
+    def begin(self, incarnation: int, now_ns: int) -> None:
+        """A new life: nothing known about the old one holds, except what the crash statistics need."""
+        self.move(WorkerTrigger.LAUNCH, now_ns)
+        self.incarnation = incarnation
+        self.agent = self.engine = None
+        self.agent_open = self.engine_open = False
+        self.beat = None
+        self.frozen_since_ns = 0
+        self.suspect = False
+        self.exit = None
+        self.heard_ns = self.progress_ns = now_ns
+        self.victims = []
+        self.load = None
+        self.full = self.tight = False
+        self.forget_cache()
+
+    # --- placements -----------------------------------------------------------------------------------------------
+
+    def book(self, choice: Choice, prefill_tokens: int, now_ns: int) -> None:
+        if not self.live:
+            self.progress_ns = now_ns
+        self.live[choice] = prefill_tokens
+        self.backlog_tokens += prefill_tokens
+
+    def prefilled(self, choice: Choice) -> None:
+        """The prompt of ``choice`` is computed; it still runs here."""
+        self.backlog_tokens -= self.live.get(choice, 0)
+        if choice in self.live:
+            self.live[choice] = 0
+
+    def unbook(self, choice: Choice) -> None:
+        self.backlog_tokens -= self.live.pop(choice, 0)
+        self.full = False
+        if self.exclusive is choice:
+            self.exclusive = None
+
+    # --- prefix cache ---------------------------------------------------------------------------------------------
+
+    def forget_cache(self) -> None:
+        self.cached.clear()
+        self.expected.clear()
+        self.cache_sequence = -1
+
+    def cache_changed(self, message: CacheChanged) -> None:
+        """Follow the engine's prefix cache. After a gap only later changes are known: a hint, so it may be incomplete."""
+        if message.reset or message.sequence != self.cache_sequence + 1:
+            self.cached.clear()
+        self.cache_sequence = message.sequence
+        self.cached.difference_update(message.removed)
+        self.cached.update(message.added)
+        for unit in message.removed:
+            self.expected.pop(unit, None)
+        if len(self.cached) > MAX_CACHED_UNITS:
+            self.cached.clear()
+
+    def expect(self, hashes: Iterable[bytes]) -> None:
+        """Work with this prefix was sent here: it will be cached, so that what shares it should follow."""
+        for unit in hashes:
+            if unit not in self.cached:
+                self.expected[unit] = None
+        while len(self.expected) > MAX_EXPECTED_UNITS:
+            self.expected.popitem(last=False)
+
+    def cached_units(self, hashes: list[bytes]) -> int:
+        """Length of the longest prefix of ``hashes`` held here, in units."""
+        count = 0
+        for unit in hashes:
+            if unit not in self.cached and unit not in self.expected:
+                break
+            count += 1
+        return count

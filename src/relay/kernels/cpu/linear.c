@@ -1,0 +1,224 @@
+/* y[m, n] = one fma chain over k ascending (docs/decisions/0003-canon.md), for every m by the same order.
+ *
+ * Few rows: the panel is widened in registers and used at once. Many rows: the panel's columns are widened once into this
+ * thread's scratch and reused by all rows. Threads take columns (and row blocks); k is never split. */
+#include "program.h"
+#include "vec.h"
+#include "widen.h"
+
+#define FUSED_ROWS 4   /* up to here weights are widened again for every row tile */
+#define ROW_BLOCK 96   /* rows of one work item */
+#define PARALLEL_WORK 60000 /* multiply-adds below which waking threads costs more than it saves */
+
+typedef struct {
+    const model_t *model;
+    const op_t *op;
+    int rows;
+    int64_t full_panels; /* items of four vectors; the panels after them are cut into items of `piece` vectors */
+    int piece, rest_items, row_block, row_blocks;
+} job_t;
+
+typedef struct {
+    const float *x; /* first row of the tile */
+    int64_t x_stride;
+    float *y; /* first row, first column of the tile */
+    int64_t y_stride;
+    const float *bias; /* at the first column, or NULL */
+    int accumulate;
+} tile_t;
+
+INLINE void finish(const tile_t *tile, const int R, const int V, v16 acc[R][V])
+{
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) {
+            float *y = tile->y + r * tile->y_stride + 16 * v;
+            v16 sum = acc[r][v];
+            if (tile->bias) sum = v_add(sum, v_load(tile->bias + 16 * v));
+            if (tile->accumulate) sum = v_add(sum, v_load(y));
+            v_store(y, sum);
+        }
+}
+
+INLINE void fused_tile(const int encoding, const int R, const int V, const tile_t *tile, const void *panel, int column, int64_t k_total)
+{
+    v16 acc[R][V], w[V];
+    const float *x = tile->x;
+    const int64_t stride = tile->x_stride;
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_zero();
+    FOR_EACH_WIDENED(encoding, panel, column, V, k_total, w, k, UNROLL for (int r = 0; r < R; r++) {
+        v16 xr = v_set1(x[r * stride + k]);
+        UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_fma(xr, w[v], acc[r][v]);
+    });
+    finish(tile, R, V, acc);
+}
+
+/* Weights already fp32: `w` holds V vectors for each k, `w_stride` floats apart. */
+INLINE void wide_tile(const int R, const int V, const tile_t *tile, const float *w, int64_t w_stride, int64_t k_total)
+{
+    v16 acc[R][V];
+    const float *x = tile->x;
+    const int64_t stride = tile->x_stride;
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_zero();
+    for (int64_t k = 0; k < k_total; k++) {
+        v16 wk[V];
+        UNROLL for (int v = 0; v < V; v++) wk[v] = v_load(w + k * w_stride + 16 * v);
+        UNROLL for (int r = 0; r < R; r++) {
+            v16 xr = v_set1(x[r * stride + k]);
+            UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_fma(xr, wk[v], acc[r][v]);
+        }
+    }
+    finish(tile, R, V, acc);
+}
+
+INLINE void widen_columns(const int encoding, const int V, const void *panel, int column, int64_t k_total, float *out)
+{
+    v16 w[V];
+    FOR_EACH_WIDENED(encoding, panel, column, V, k_total, w, k,
+                     UNROLL for (int v = 0; v < V; v++) v_store(out + k * 16 * V + 16 * v, w[v]););
+}
+
+/* The constants R and V reach the tiles through these switches, so each case is its own unrolled loop. */
+#define NARROW(R, V) ((V) <= TILE_VECTORS(R) ? (V) : TILE_VECTORS(R))
+
+static __attribute__((noinline)) void wide_rows(int R, int V, const tile_t *tile, const float *w, int64_t w_stride, int64_t k_total)
+{
+#define CASE(R_, V_) case (R_) * 8 + (V_): if ((V_) <= TILE_VECTORS(R_)) wide_tile(R_, NARROW(R_, V_), tile, w, w_stride, k_total); break;
+#define ROWS(R_) CASE(R_, 1) CASE(R_, 2) CASE(R_, 4)
+    switch (R * 8 + V) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+#if TILE_ROWS > 4
+        ROWS(5) ROWS(6)
+#endif
+    }
+#undef ROWS
+#undef CASE
+}
+
+#define FUSED(NAME, ENCODING)                                                                                                \
+    static __attribute__((noinline)) void NAME(int R, int V, const tile_t *tile, const void *panel, int column, int64_t k)     \
+    {                                                                                                                        \
+        switch (R * 8 + V) {                                                                                                 \
+            FUSED_CASE(ENCODING, 1, 1) FUSED_CASE(ENCODING, 1, 2) FUSED_CASE(ENCODING, 1, 4)                                 \
+            FUSED_CASE(ENCODING, 2, 1) FUSED_CASE(ENCODING, 2, 2) FUSED_CASE(ENCODING, 2, 4)                                 \
+            FUSED_CASE(ENCODING, 3, 1) FUSED_CASE(ENCODING, 3, 2) FUSED_CASE(ENCODING, 3, 4)                                 \
+            FUSED_CASE(ENCODING, 4, 1) FUSED_CASE(ENCODING, 4, 2) FUSED_CASE(ENCODING, 4, 4)                                 \
+        }                                                                                                                    \
+    }
+#define FUSED_CASE(ENCODING, R_, V_)                                                                                         \
+    case (R_) * 8 + (V_): if ((V_) <= TILE_VECTORS(R_)) fused_tile(ENCODING, R_, NARROW(R_, V_), tile, panel, column, k); break;
+FUSED(fused_f32, ENC_F32)
+FUSED(fused_bf16, ENC_BF16)
+FUSED(fused_f16, ENC_F16)
+FUSED(fused_q8_0, ENC_Q8_0)
+FUSED(fused_q4_1, ENC_Q4_1)
+
+#define WIDEN(NAME, ENCODING)                                                                                                \
+    static __attribute__((noinline)) void NAME(int V, const void *panel, int column, int64_t k, float *out)                    \
+    {                                                                                                                        \
+        if (V == 4) widen_columns(ENCODING, 4, panel, column, k, out);                                                       \
+        else if (V == 2) widen_columns(ENCODING, 2, panel, column, k, out);                                                  \
+        else widen_columns(ENCODING, 1, panel, column, k, out);                                                              \
+    }
+WIDEN(widen_f32, ENC_F32)
+WIDEN(widen_bf16, ENC_BF16)
+WIDEN(widen_f16, ENC_F16)
+WIDEN(widen_q8_0, ENC_Q8_0)
+WIDEN(widen_q4_1, ENC_Q4_1)
+
+typedef void (*fused_fn)(int, int, const tile_t *, const void *, int, int64_t);
+typedef void (*widen_fn)(int, const void *, int, int64_t, float *);
+static const fused_fn fused_by_encoding[] = {fused_f32, fused_bf16, fused_f16, fused_q8_0, fused_q4_1};
+static const widen_fn widen_by_encoding[] = {widen_f32, widen_bf16, widen_f16, widen_q8_0, widen_q4_1};
+
+/* Largest vector step a row count allows among 4, 2, 1. */
+static int step_vectors(int rows, int left)
+{
+    int widest = TILE_VECTORS(rows);
+    int v = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    return v > widest ? widest : v;
+}
+
+/* Rows [row0, row1) times `vectors` 16-lane columns of one panel. */
+static void panel_columns(const job_t *job, int64_t panel, int first_vector, int vectors, int row0, int row1, int thread)
+{
+    const op_t *op = job->op;
+    const buffer_t src = job->model->buffers[op->src], dst = job->model->buffers[op->dst];
+    const uint8_t *weights = (const uint8_t *)op->weight + panel * panel_bytes(op->encoding, op->k);
+    const int rows = row1 - row0;
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int most = (rows + tiles - 1) / tiles; /* rows of the tallest tile: tiles are kept equally tall */
+    for (int v = 0, step; v < vectors; v += step) {
+        int column = 16 * (first_vector + v);
+        step = step_vectors(most, vectors - v);
+        const float *wide = NULL;
+        int64_t wide_stride = 16 * step;
+        if (rows > FUSED_ROWS) {
+            if (op->encoding == ENC_F32 && step == 4) {
+                wide = (const float *)weights + column;
+                wide_stride = PANEL;
+            } else {
+                float *scratch = thread_scratch(job->model, thread);
+                widen_by_encoding[op->encoding](step, weights, column, op->k, scratch);
+                wide = scratch;
+            }
+        }
+        for (int t = 0, row = row0; t < tiles; t++) {
+            int count = (row1 - row + (tiles - t) - 1) / (tiles - t);
+            tile_t tile = {src.data + row * src.stride, src.stride, dst.data + row * dst.stride + panel * PANEL + column, dst.stride,
+                           op->bias ? op->bias + panel * PANEL + column : NULL, op->accumulate};
+            if (wide)
+                wide_rows(count, step, &tile, wide, wide_stride, op->k);
+            else
+                fused_by_encoding[op->encoding](count, step, &tile, weights, column, op->k);
+            row += count;
+        }
+    }
+}
+
+static void run_item(void *argument, long item, int thread)
+{
+    const job_t *job = argument;
+    const int block = (int)(item % job->row_blocks);
+    const int64_t columns = item / job->row_blocks;
+    const int row0 = block * job->row_block;
+    const int row1 = row0 + job->row_block < job->rows ? row0 + job->row_block : job->rows;
+    if (columns < job->full_panels) {
+        panel_columns(job, columns, 0, 4, row0, row1, thread);
+        return;
+    }
+    const int64_t vectors = (job->op->n + 15) / 16;
+    const int pieces = 4 / job->piece;
+    const int64_t panel = job->full_panels + (columns - job->full_panels) / pieces;
+    const int first = (int)((columns - job->full_panels) % pieces) * job->piece;
+    const int64_t left = vectors - (panel * 4 + first);
+    panel_columns(job, panel, first, (int)(left < job->piece ? left : job->piece), row0, row1, thread);
+}
+
+void linear(const model_t *model, const op_t *op, int rows)
+{
+    if (rows == 0) return;
+    const int64_t vectors = (op->n + 15) / 16;
+    int threads = pool_threads(model->pool);
+    if ((int64_t)rows * op->n * op->k < PARALLEL_WORK) threads = 1;
+    job_t job = {.model = model, .op = op, .rows = rows};
+    /* The last panels are cut finer, so that 9 or 15 panels share out evenly over the threads. */
+    job.full_panels = vectors / 4 / threads * threads;
+    int64_t rest = vectors - job.full_panels * 4;
+    job.piece = rest <= threads ? 1 : rest <= 2 * threads ? 2 : 4;
+    if (threads > 1 && rest > 2 * threads) job.piece = rest % (2 * threads) == 0 ? 2 : 1;
+    if (threads == 1) job.piece = 4;
+    job.rest_items = (int)((rest + job.piece - 1) / job.piece);
+    job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    job.row_block = (rows + job.row_blocks - 1) / job.row_blocks;
+    job.row_block = (job.row_block + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    job.row_blocks = (rows + job.row_block - 1) / job.row_block;
+    long items = (long)(job.full_panels + job.rest_items) * job.row_blocks;
+    if (threads == 1)
+        for (long item = 0; item < items; item++) run_item(&job, item, 0);
+    else
+        pool_run(model->pool, run_item, &job, items);
+}
+
+int64_t linear_scratch_floats(int64_t k) { return k * PANEL; }

@@ -1,0 +1,73 @@
+"""Backends made wrong on purpose, by the smallest possible amount: the test of ``relay verify`` itself.
+
+``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
+moved by one unit in the last place. Both must turn the verification red; nothing else uses this module.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from relay.kernels.backend import Backend, Batch
+from relay.kernels.program import Program, RopeWriteKv
+from relay.kernels.weights import PackedMatrix, WeightSource
+
+Perturbation = Literal["kv-bit", "rounding"]
+
+
+class NudgedWeights:
+    """Passes weights through, with element 0 of vector ``name`` moved to the next fp32 value."""
+
+    def __init__(self, inner: WeightSource, name: str) -> None:
+        self._inner = inner
+        self._name = name
+
+    def matrix(self, name: str) -> PackedMatrix:
+        return self._inner.matrix(name)
+
+    def vector(self, name: str) -> np.ndarray:
+        values = self._inner.vector(name)
+        if name != self._name:
+            return values
+        nudged = np.array(values, dtype=np.float32)
+        nudged[0] = np.nextafter(nudged[0], np.float32(np.inf))
+        return nudged
+
+
+class PerturbedBackend:
+    """Wraps ``inner`` and disturbs it as ``kind`` says; everything else is passed on unchanged."""
+
+    def __init__(self, inner: Backend, kind: Perturbation) -> None:
+        self._inner = inner
+        self._kind = kind
+        self._layer_zero_written_at = -1
+        self._pending = kind == "kv-bit"
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def load(self, program: Program, weights: WeightSource) -> None:
+        if self._kind == "rounding":
+            weights = NudgedWeights(weights, "layers.0.mlp_norm")
+        self._layer_zero_written_at = next(i for i, op in enumerate(program.ops) if isinstance(op, RopeWriteKv)) + 1
+        self._inner.load(program, weights)
+
+    def run(self, start: int, stop: int, batch: Batch) -> None:
+        split = self._layer_zero_written_at
+        if self._pending and start < split <= stop:
+            self._inner.run(start, split, batch)
+            self._flip(batch)
+            if split < stop:
+                self._inner.run(split, stop, batch)
+        else:
+            self._inner.run(start, stop, batch)
+
+    def _flip(self, batch: Batch) -> None:
+        """Flip the lowest bit of the first K value of the first token of the batch, in layer 0."""
+        self._pending = False
+        data = bytearray(self._inner.kv_bytes_per_token_layer())
+        first = int(batch.positions[batch.row_starts[0]])
+        table = batch.block_tables[0]
+        self._inner.read_kv(0, table, first, 1, memoryview(data))
+        data[0] ^= 1
+        self._inner.write_kv(0, table, first, 1, memoryview(data))

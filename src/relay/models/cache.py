@@ -1,0 +1,76 @@
+"""The cache folder.
+
+::
+
+    packs/NAME.pack   NAME: a short name, ``org--name`` of a repository, ``local-STEM-PATHKEY-STATEKEY`` of files elsewhere;
+                      ``.float32`` before ``.pack`` where weights were widened
+    files/            fetched model files, kept so that packing anew needs no network
+    locks/            one file a pack being made
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from relay.errors import CorruptModelError, ModelNotFoundError
+from relay.models.catalogue import ALIASES
+from relay.models.pack import Pack
+
+PACK_SUFFIX = ".pack"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPack:
+    """One pack of the cache; ``problem`` is the line that opening it would end with, and then ``digest`` is empty."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    digest: str
+    architecture: str
+    problem: str = ""
+
+
+def packs_dir(cache_dir: Path) -> Path:
+    return cache_dir / "packs"
+
+
+def repository_pack_name(repository: str) -> str:
+    """org/name → the stem of its pack file."""
+    return repository.replace("/", "--")
+
+
+def cached_names(cache_dir: Path) -> list[str]:
+    """Names of all packs, sorted."""
+    return sorted(path.name.removesuffix(PACK_SUFFIX) for path in packs_dir(cache_dir).glob(f"[!.]*{PACK_SUFFIX}"))
+
+
+def cached_packs(cache_dir: Path) -> list[CachedPack]:
+    """What the cache holds; a damaged pack is listed with its problem."""
+    return [_describe(packs_dir(cache_dir) / (name + PACK_SUFFIX), name) for name in cached_names(cache_dir)]
+
+
+def remove_cached(cache_dir: Path, name: str) -> int:
+    """Delete the packs of ``name`` (as listed, or a short name or org/name: then every storage of it and its fetched file).
+
+    Returns the bytes freed. Processes that map a pack keep it until they end. Raises ModelNotFoundError if there is none.
+    """
+    stem = repository_pack_name(name)
+    paths = [packs_dir(cache_dir) / (stem + suffix + PACK_SUFFIX) for suffix in ("", ".float32")]
+    if name in ALIASES:
+        paths.append(cache_dir / "files" / ALIASES[name].file_name)
+    present = [path for path in paths if path.is_file()]
+    if not present:
+        raise ModelNotFoundError(f"model {name} is not in the cache {cache_dir}; 'relay model list' shows what is")
+    freed = sum(path.stat().st_size for path in present)
+    for path in present:
+        path.unlink(missing_ok=True)
+    return freed
+
+
+def _describe(path: Path, name: str) -> CachedPack:
+    num_bytes = path.stat().st_size
+    try:
+        pack = Pack(path, rebuild=f"relay model pull {name}")
+    except CorruptModelError as error:
+        return CachedPack(name, path, num_bytes, "", "", str(error))
+    return CachedPack(name, path, num_bytes, pack.digest, pack.config.architecture)

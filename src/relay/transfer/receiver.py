@@ -1,0 +1,181 @@
+"""D's side of one transfer as a pure state machine: what may be written, and when everything is there.
+
+Coverage is one bit a (layer, token). Complete means: every bit set and the handoff received, in any order. A frame of
+another epoch or attempt, or for a transfer that is over, changes nothing.
+"""
+
+from enum import StrEnum
+
+from relay.transfer.contract import Layout, ReceiveOrder, TransferLimits
+from relay.transfer.frame import (
+    FLAG_EMPTY,
+    Abort,
+    Credit,
+    Handoff,
+    Header,
+    Kind,
+    decode_payload,
+    encode_payload,
+)
+from relay.transfer.sender import Outgoing
+
+
+class ReceiverState(StrEnum):
+    RESERVED = "reserved"  # nothing heard of P yet
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+class ReceiverEvent(StrEnum):
+    FRAME_RECEIVED = "frame_received"
+    COVERED = "covered"  # full coverage and the handoff
+    ABORT_RECEIVED = "abort_received"
+    ABORTED = "aborted"
+    LINK_LOST = "link_lost"
+    LEASE_EXPIRED = "lease_expired"
+
+
+_S, _E = ReceiverState, ReceiverEvent
+
+TRANSITIONS: dict[tuple[ReceiverState, ReceiverEvent], ReceiverState] = {
+    (_S.RESERVED, _E.FRAME_RECEIVED): _S.RECEIVING,
+    (_S.RESERVED, _E.ABORT_RECEIVED): _S.FAILED,
+    (_S.RESERVED, _E.ABORTED): _S.FAILED,
+    (_S.RESERVED, _E.LEASE_EXPIRED): _S.FAILED,
+    (_S.RECEIVING, _E.COVERED): _S.COMPLETE,
+    (_S.RECEIVING, _E.ABORT_RECEIVED): _S.FAILED,
+    (_S.RECEIVING, _E.ABORTED): _S.FAILED,
+    (_S.RECEIVING, _E.LINK_LOST): _S.FAILED,
+    (_S.RECEIVING, _E.LEASE_EXPIRED): _S.FAILED,
+}
+"""Pairs that are missing leave the state as it is. LINK_LOST in RESERVED: it was some other link, P may still dial."""
+
+
+class Receiver:
+    """One transfer on D. The shell writes KV between ``admit`` and ``written``, holding the lock under which it aborts."""
+
+    def __init__(self, order: ReceiveOrder, layout: Layout, limits: TransferLimits, now_ns: int) -> None:
+        self.order = order
+        self.layout = layout
+        self.limits = limits
+        self.state = ReceiverState.RESERVED
+        self.reason = ""
+        self.handoff: Handoff | None = None
+        self.bytes_copied = 0
+        self._first = min(order.first_token, order.num_tokens)
+        self._count = order.num_tokens - self._first
+        self._full = (1 << self._count) - 1
+        self._covered = [0] * layout.num_layers
+        self._layers_missing = layout.num_layers if self._count else 0
+        self._bytes_credited = 0
+        self._replies: list[Outgoing] = []
+        self._heard_ns = now_ns
+
+    @property
+    def over(self) -> bool:
+        return self.state in (ReceiverState.COMPLETE, ReceiverState.FAILED)
+
+    @property
+    def covered(self) -> bool:
+        return self._layers_missing == 0
+
+    def admit(self, header: Header, now_ns: int) -> bool:
+        """Whether the KV of this frame is to be written to the blocks. A frame that fits nothing here aborts."""
+        if not self._hear(header, now_ns):
+            return False
+        last = header.first_token + header.token_count
+        problem = ""
+        if header.layer >= self.layout.num_layers:
+            problem = f"layer {header.layer} of {self.layout.num_layers}"
+        elif header.first_head != 0 or header.head_count != self.layout.num_kv_heads:
+            problem = f"heads {header.first_head}+{header.head_count} of {self.layout.num_kv_heads}"
+        elif header.token_count == 0 or header.first_token < self._first or last > self.order.num_tokens:
+            problem = f"tokens {header.first_token}..{last - 1} outside {self._first}..{self.order.num_tokens - 1}"
+        elif header.payload_bytes != header.token_count * self.layout.token_bytes:
+            problem = f"{header.payload_bytes} bytes for {header.token_count} tokens"
+        if problem:
+            self.abort(f"malformed KV frame: {problem}")
+        return not problem
+
+    def written(self, header: Header) -> None:
+        """The KV of an admitted frame is in the blocks."""
+        mask = ((1 << header.token_count) - 1) << (header.first_token - self._first)
+        before = self._covered[header.layer]
+        self._covered[header.layer] = before | mask
+        if before != self._full and self._covered[header.layer] == self._full:
+            self._layers_missing -= 1
+        self.bytes_copied += header.payload_bytes
+        if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 4:
+            self._credit()
+        self._check_complete()
+
+    def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
+        """Any frame of P but KV. Raises FrameError for a payload that is none."""
+        if not self._hear(header, now_ns):
+            return
+        if header.kind is Kind.PROBE:
+            self._credit()
+        elif header.kind is Kind.ABORT:
+            self._move(ReceiverEvent.ABORT_RECEIVED, decode_payload(payload, Abort).reason)
+        elif header.kind is Kind.HANDOFF:
+            handoff = decode_payload(payload, Handoff)
+            same_range = header.first_token == self._first and header.token_count == self._count
+            if not same_range or bool(header.flags & FLAG_EMPTY) != (self._count == 0):
+                self.abort(
+                    f"handoff of tokens {header.first_token}+{header.token_count}, expected {self._first}+{self._count}"
+                )
+                return
+            self.handoff = handoff
+            self._check_complete()
+        else:
+            self.abort(f"unexpected {header.kind.name}")
+
+    def abort(self, reason: str) -> None:
+        """End it from this side; the peer is told once."""
+        if self._move(ReceiverEvent.ABORTED, reason):
+            self._reply(Kind.ABORT, encode_payload(Abort(reason)))
+
+    def link_lost(self, reason: str) -> None:
+        self._move(ReceiverEvent.LINK_LOST, reason)
+
+    def tick(self, now_ns: int) -> None:
+        """Give up when P has been silent for longer than the lease."""
+        lease = self.limits.open_lease_ns if self.state is ReceiverState.RESERVED else self.limits.lease_ns
+        silence = now_ns - self._heard_ns
+        if silence >= lease and self._move(ReceiverEvent.LEASE_EXPIRED, f"source silent for {silence / 1e9:.1f} s"):
+            self._reply(Kind.ABORT, encode_payload(Abort(self.reason)))
+
+    def take_replies(self) -> list[Outgoing]:
+        """Frames for P since the last call."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _hear(self, header: Header, now_ns: int) -> bool:
+        if header.epoch != self.order.source_incarnation or header.attempt != self.order.attempt or self.over:
+            return False
+        self._heard_ns = now_ns
+        self._move(ReceiverEvent.FRAME_RECEIVED, "")
+        return True
+
+    def _check_complete(self) -> None:
+        if self.covered and self.handoff is not None and self._move(ReceiverEvent.COVERED, ""):
+            self._reply(Kind.COMPLETE, b"")
+
+    def _credit(self) -> None:
+        self._bytes_credited = self.bytes_copied
+        self._reply(Kind.CREDIT, encode_payload(Credit(self.bytes_copied)))
+
+    def _reply(self, kind: Kind, payload: bytes) -> None:
+        order = self.order
+        header = Header(kind, order.transfer, order.source_incarnation, order.attempt, payload_bytes=len(payload))
+        self._replies.append(Outgoing(header, payload))
+
+    def _move(self, event: ReceiverEvent, reason: str) -> bool:
+        target = TRANSITIONS.get((self.state, event), self.state)
+        moved = target is not self.state
+        if moved:
+            self.state = target
+            if target is ReceiverState.FAILED:
+                self.reason = reason
+        return moved

@@ -1,0 +1,230 @@
+"""P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
+
+Ranges arrive per layer in ascending order and leave as frames of 256 KB to 1 MB: smaller ranges wait for more of their layer
+unless they reach its end. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+from relay.transfer.contract import Layout, SendOrder, TransferLimits
+from relay.transfer.frame import (
+    FLAG_EMPTY,
+    Abort,
+    Credit,
+    Handoff,
+    Header,
+    Kind,
+    decode_payload,
+    encode_payload,
+)
+
+
+class SenderState(StrEnum):
+    STREAMING = "streaming"
+    HANDED_OFF = "handed_off"
+    ACKNOWLEDGED = "acknowledged"
+    FAILED = "failed"
+
+
+class SenderEvent(StrEnum):
+    HANDOFF_SENT = "handoff_sent"
+    COMPLETE_RECEIVED = "complete_received"
+    ABORT_RECEIVED = "abort_received"
+    ABORTED = "aborted"
+    LINK_LOST = "link_lost"
+    LEASE_EXPIRED = "lease_expired"
+
+
+_S, _E = SenderState, SenderEvent
+
+TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
+    (_S.STREAMING, _E.HANDOFF_SENT): _S.HANDED_OFF,
+    (_S.STREAMING, _E.COMPLETE_RECEIVED): _S.FAILED,  # nothing was handed off yet: the peer is wrong
+    (_S.STREAMING, _E.ABORT_RECEIVED): _S.FAILED,
+    (_S.STREAMING, _E.ABORTED): _S.FAILED,
+    (_S.STREAMING, _E.LINK_LOST): _S.FAILED,
+    (_S.STREAMING, _E.LEASE_EXPIRED): _S.FAILED,
+    (_S.HANDED_OFF, _E.COMPLETE_RECEIVED): _S.ACKNOWLEDGED,
+    (_S.HANDED_OFF, _E.ABORT_RECEIVED): _S.FAILED,
+    (_S.HANDED_OFF, _E.ABORTED): _S.FAILED,
+    (_S.HANDED_OFF, _E.LINK_LOST): _S.FAILED,
+    (_S.HANDED_OFF, _E.LEASE_EXPIRED): _S.FAILED,
+}
+"""Pairs that are missing leave the state as it is: both end states absorb everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A frame to send. ``payload`` None: read the KV that ``header`` names from the blocks."""
+
+    header: Header
+    payload: bytes | None
+
+
+class Sender:
+    """One transfer on P. Time comes in as an argument; nothing here blocks or does I/O."""
+
+    def __init__(self, order: SendOrder, epoch: int, layout: Layout, limits: TransferLimits, now_ns: int) -> None:
+        self.order = order
+        self.epoch = epoch
+        self.layout = layout
+        self.limits = limits
+        self.state = SenderState.STREAMING
+        self.reason = ""
+        self.handed_off = False
+        self.bytes_sent = 0
+        self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
+        self._first = min(order.first_token, order.num_tokens)
+        self._written = [self._first] * layout.num_layers  # positions before are in the blocks
+        self._sent = [self._first] * layout.num_layers
+        self._ready: deque[int] = deque()
+        self._is_ready = [False] * layout.num_layers
+        self._bytes_credited = 0
+        self._handoff: Handoff | None = None
+        self._abort_due = False
+        self._probe_due = False
+        self._heard_ns = now_ns
+        self._probed_ns = now_ns
+
+    @property
+    def over(self) -> bool:
+        return self.state in (SenderState.ACKNOWLEDGED, SenderState.FAILED)
+
+    @property
+    def all_sent(self) -> bool:
+        return all(sent == self.order.num_tokens for sent in self._sent)
+
+    def written(self, layer: int, first: int, count: int) -> None:
+        """These positions are in the blocks. Known ones are ignored; a hole before ``first`` ends the transfer."""
+        end = min(first + count, self.order.num_tokens)
+        if first > self._written[layer]:
+            self.abort(f"layer {layer}: positions {self._written[layer]}..{first - 1} were never announced")
+        elif end > self._written[layer]:
+            self._written[layer] = end
+            self._mark_ready(layer)
+
+    def forget_unsent(self) -> None:
+        """What was announced and not yet sent is gone; it will be announced again."""
+        self._written = list(self._sent)
+        self._ready.clear()
+        self._is_ready = [False] * self.layout.num_layers
+
+    def hand_off(self, handoff: Handoff) -> None:
+        self._handoff = handoff
+
+    def next_frame(self) -> Outgoing | None:
+        """The next frame allowed now, counted as sent; None: nothing until another event."""
+        if self._abort_due:
+            self._abort_due = False
+            return self._control(Kind.ABORT, encode_payload(Abort(self.reason)))
+        if self.over:
+            return None
+        if self._probe_due:
+            self._probe_due = False
+            return self._control(Kind.PROBE, b"")
+        if self._ready:
+            return self._next_kv()
+        if self._handoff is not None and self.all_sent and self.state is SenderState.STREAMING:
+            payload = encode_payload(self._handoff)
+            count = self.order.num_tokens - self._first
+            flags = FLAG_EMPTY if count == 0 else 0
+            self._move(SenderEvent.HANDOFF_SENT, "")
+            self.handed_off = True
+            return self._control(Kind.HANDOFF, payload, first=self._first, count=count, flags=flags)
+        return None
+
+    def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
+        """A frame from D. Of another epoch or attempt: dropped. Raises FrameError for a payload that is none."""
+        if header.epoch != self.epoch or header.attempt != self.order.attempt or self.over:
+            return
+        self._heard_ns = now_ns
+        if header.kind is Kind.CREDIT:
+            self._bytes_credited = max(self._bytes_credited, decode_payload(payload, Credit).bytes_copied)
+        elif header.kind is Kind.COMPLETE:
+            self._move(SenderEvent.COMPLETE_RECEIVED, "complete before the handoff")
+            self._abort_due = self.state is SenderState.FAILED
+        elif header.kind is Kind.ABORT:
+            self._move(SenderEvent.ABORT_RECEIVED, decode_payload(payload, Abort).reason)
+
+    def abort(self, reason: str) -> None:
+        """End it from this side; the peer is told once."""
+        if self._move(SenderEvent.ABORTED, reason):
+            self._abort_due = True
+
+    def link_lost(self, reason: str) -> None:
+        self._move(SenderEvent.LINK_LOST, reason)
+
+    def tick(self, now_ns: int) -> None:
+        """Ask for a probe after a silence of ``probe_ns``; give up after ``lease_ns``."""
+        silence = now_ns - self._heard_ns
+        if silence >= self.limits.lease_ns:
+            if self._move(SenderEvent.LEASE_EXPIRED, f"peer silent for {silence / 1e9:.1f} s"):
+                self._abort_due = True
+        elif silence >= self.limits.probe_ns and now_ns - self._probed_ns >= self.limits.probe_ns // 2:
+            self._probe_due = True
+            self._probed_ns = now_ns
+
+    def link_opened(self, now_ns: int) -> None:
+        """The first frame may go: tell D at once that P is there, even if the prompt waits in a queue."""
+        self._heard_ns = self._probed_ns = now_ns
+        self._probe_due = True
+
+    def _mark_ready(self, layer: int) -> None:
+        pending = self._written[layer] - self._sent[layer]
+        whole = pending * self.layout.token_bytes >= self.limits.min_frame_bytes
+        last = self._written[layer] == self.order.num_tokens
+        if pending > 0 and (whole or last) and not self._is_ready[layer]:
+            self._is_ready[layer] = True
+            self._ready.append(layer)
+
+    def _next_kv(self) -> Outgoing | None:
+        layer = self._ready[0]
+        first = self._sent[layer]
+        count = min(self._written[layer] - first, self._frame_tokens)
+        size = count * self.layout.token_bytes
+        in_flight = self.bytes_sent - self._bytes_credited
+        if in_flight > 0 and in_flight + size > self.limits.window_bytes:
+            return None
+        self._sent[layer] = first + count
+        self.bytes_sent += size
+        self._ready.popleft()
+        self._is_ready[layer] = False
+        self._mark_ready(layer)
+        header = Header(
+            Kind.KV,
+            self.order.transfer,
+            self.epoch,
+            self.order.attempt,
+            layer,
+            0,
+            self.layout.num_kv_heads,
+            first,
+            count,
+            0,
+            size,
+        )
+        return Outgoing(header, None)
+
+    def _control(self, kind: Kind, payload: bytes, first: int = 0, count: int = 0, flags: int = 0) -> Outgoing:
+        header = Header(
+            kind,
+            self.order.transfer,
+            self.epoch,
+            self.order.attempt,
+            first_token=first,
+            token_count=count,
+            flags=flags,
+            payload_bytes=len(payload),
+        )
+        return Outgoing(header, payload)
+
+    def _move(self, event: SenderEvent, reason: str) -> bool:
+        target = TRANSITIONS.get((self.state, event), self.state)
+        moved = target is not self.state
+        if moved:
+            self.state = target
+            if target is SenderState.FAILED:
+                self.reason = reason
+        return moved

@@ -1,0 +1,87 @@
+"""From a spec to a loaded engine: pack, backend, KV pool, scheduler, runner."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from relay.engine.runner import Runner
+from relay.engine.scheduler import Scheduler, SchedulerLimits
+from relay.errors import CorruptModelError, DoesNotFitError, ModelNotFoundError, UsageError
+from relay.kernels.backend import Backend
+from relay.kernels.numerics import numerics_id
+from relay.models.llama import build_program
+from relay.models.pack import Pack
+from relay.transfer.checksum import crc32c
+from relay.transfer.contract import Identity, Layout
+from relay.transfer.frame import Checksum
+from relay.worker.spec import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything that computes, ready to run."""
+
+    backend: Backend
+    runner: Runner
+    scheduler: Scheduler
+    limits: SchedulerLimits
+    identity: Identity
+    num_layers: int
+    checksum: Checksum
+
+
+def assemble(spec: WorkerSpec) -> Engine:
+    """Load what ``spec`` names. Raises RelayError with the line for the user."""
+    try:
+        pack = Pack(Path(spec.pack_path))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"no pack file at {spec.pack_path}") from error
+    if spec.model_digest and pack.digest != spec.model_digest:
+        raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    program = build_program(pack.config)
+    geometry = program.geometry
+    max_model_len = spec.max_model_len or geometry.max_positions
+    if max_model_len > geometry.max_positions:
+        raise UsageError(f"max_model_len {max_model_len} exceeds the model's {geometry.max_positions} positions")
+    layout = Layout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, spec.kv_cache_dtype)
+    block_bytes = layout.token_bytes * geometry.num_layers * spec.block_size
+    num_blocks = spec.kv_cache_memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise DoesNotFitError(
+            f"kv_cache_memory of {spec.kv_cache_memory_bytes} bytes holds no block: "
+            f"{spec.block_size} tokens need {block_bytes} bytes"
+        )
+    backend, checksum = _backend(spec)
+    backend.load(program, pack)
+    backend.allocate_kv(num_blocks, spec.block_size, spec.kv_cache_dtype)
+    name = numerics_id({**backend.numerics(), "model": pack.digest})
+    try:
+        limits = SchedulerLimits(
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            block_size=spec.block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Engine(
+        backend=backend,
+        runner=Runner(backend, program, limits),
+        scheduler=Scheduler(limits, name),
+        limits=limits,
+        identity=Identity(spec.worker, spec.incarnation, pack.digest, name, layout),
+        num_layers=geometry.num_layers,
+        checksum=checksum,
+    )
+
+
+def _backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
+    """The backend ``spec`` names and the fastest CRC32C that comes with it."""
+    if spec.backend == "reference":
+        from relay.kernels.reference.backend import ReferenceBackend
+
+        return ReferenceBackend(), crc32c
+    from relay.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(spec.threads or len(os.sched_getaffinity(0))), crc32c

@@ -1,0 +1,92 @@
+"""What a worker core asks of its shell; carried out in order, before anything else is handled."""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from relay.engine.step import StepPlan
+from relay.transfer.contract import ReceiveOrder, SendOrder
+from relay.transfer.frame import Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class SendToGateway:
+    """``gateway`` None: to all of them."""
+
+    gateway: int | None
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRow:
+    """What a step's row means to a transfer: after layer i is written, positions first..first+count-1 may be sent.
+
+    Positions gap..first-1 are in the blocks before the step's first layer (prefix cache, copied blocks).
+    """
+
+    transfer: int
+    gap: int
+    first: int
+    count: int
+    block_table: np.ndarray  # int32 [blocks], never changed afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    """Run ``plan`` after the steps started before; answer StepFinished. ``sinks`` holds the rows that are to be streamed."""
+
+    plan: StepPlan
+    sinks: dict[int, SinkRow]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSend:
+    order: SendOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetUnsent:
+    """The transfer's blocks are about to be given away; see ``Transport.forget_unsent``."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendHandoff:
+    transfer: int
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReceive:
+    order: ReceiveOrder
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    """End it on this side and tell the peer. No event follows."""
+
+    transfer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Answer TimerFired(name) at ``at_ns``; a later one of the same name replaces it."""
+
+    name: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Flush what is to be sent and end the process."""
+
+    status: int
+    reason: str
+
+
+Command = (
+    SendToGateway | StartStep | OpenSend | ForgetUnsent | SendHandoff | OpenReceive | AbortTransfer | SetTimer | Exit
+)

@@ -1,0 +1,113 @@
+"""The engine process: ``python -m relay.worker.engine_process --spec FILE_OR_JSON [--agent-pid N --status PATH]``.
+
+Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 1 when a gateway is lost,
+with an error's own code when it could not start.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+
+from relay.clock import MonotonicClock
+from relay.errors import RelayError, StartupError
+from relay.worker.host import die_with_parent, host_identity
+from relay.worker.spec import WorkerSpec, decode_spec
+from relay.worker.status_page import StatusPage
+
+SWITCH_INTERVAL_S = 0.0005  # a step between two C calls must not wait 5 ms for the core thread
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="relay-engine")
+    parser.add_argument("--spec", required=True, help="WorkerSpec as JSON, or the path of a file holding it")
+    parser.add_argument("--agent-pid", type=int, default=0, help="end with this parent process")
+    parser.add_argument("--status", default="", help="path of the agent's status page")
+    arguments = parser.parse_args()
+    threading.excepthook = _end_with_thread
+    name = "worker"
+    try:
+        if arguments.agent_pid and not die_with_parent(arguments.agent_pid):
+            raise StartupError("the agent ended before its engine started")
+        spec = decode_spec(arguments.spec)
+        name = spec.worker
+        status, reason = serve(spec, StatusPage.open(arguments.status))
+    except RelayError as error:
+        status, reason = error.exit_code, str(error)
+    if status:
+        print(f"{name}: {reason}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Step and transfer threads may be inside C calls; there is nothing left that an orderly end of the interpreter would save.
+    os._exit(status)
+
+
+def _end_with_thread(args: threading.ExceptHookArgs) -> None:
+    """A step or transfer thread died of a bug: an engine that looks alive without it would be worse than a dead one."""
+    threading.__excepthook__(args)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
+    """Run one engine to its end: (exit status, reason). Raises RelayError while starting."""
+    clock = MonotonicClock()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    page.set_phase("loading", clock.now_ns())
+    from relay.worker.assembly import assemble
+
+    engine = assemble(spec)
+    from relay.protocol.messages import GatewayToEngine, Hello
+    from relay.transfer.tcp import TcpTransport
+    from relay.worker.control_link import ControlLink, LinkLost
+    from relay.worker.core import WorkerConfig, WorkerCore
+    from relay.worker.engine_shell import EngineShell
+    from relay.worker.events import DrainRequested
+    from relay.worker.inbox import Inbox
+    from relay.worker.step_thread import StepThread
+
+    inbox = Inbox()
+    transport = TcpTransport(
+        engine.identity,
+        engine.backend,
+        inbox.post,
+        spec.kv_host,
+        spec.kv_port,
+        checksum=engine.checksum,
+        clock=clock,
+    )
+    config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
+    core = WorkerCore(config, engine.scheduler, engine.runner.kv_digests)
+    shell = EngineShell(core, transport, inbox, page, clock)
+    steps = StepThread(engine.runner, transport, engine.num_layers, page, inbox.post, clock)
+    signal.signal(signal.SIGTERM, lambda number, frame: inbox.post(DrainRequested()))
+    hello = Hello(
+        process="engine",
+        worker=spec.worker,
+        incarnation=spec.incarnation,
+        pid=os.getpid(),
+        role=spec.role,
+        host=host_identity(),
+        kv_addresses=transport.addresses,
+        model_digest=engine.identity.model_digest,
+        numerics_id=engine.identity.numerics_id,
+        kv_blocks=engine.limits.num_blocks,
+        block_size=engine.limits.block_size,
+        max_model_len=engine.limits.max_model_len,
+        max_num_seqs=engine.limits.max_num_seqs,
+    )
+    try:
+        links = [ControlLink(address, GatewayToEngine) for address in spec.gateways]
+        for link in links:
+            link.send(hello)
+    except LinkLost as error:
+        raise StartupError(str(error)) from error
+    page.set_phase("ready", clock.now_ns())
+    steps.start()
+    ended = shell.run(links, steps.submit)
+    return ended.status, ended.reason
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Load and prefix-cache reports to the gateways, bounded in rate and size."""
+
+import msgspec
+
+from relay.engine.scheduler import Scheduler
+from relay.protocol.messages import CacheChanged, Load, Message
+
+MAX_HASHES = 8192  # a message
+
+
+class LoadReporter:
+    """Says what changed since the last report, at most once an interval."""
+
+    def __init__(self, scheduler: Scheduler, interval_ns: int) -> None:
+        self._scheduler = scheduler
+        self._interval_ns = interval_ns
+        self._next_ns = 0
+        self._timer_set = False
+        self._sequence = 0
+        self._last: Load | None = None
+
+    def timer_fired(self) -> None:
+        self._timer_set = False
+
+    def due(self, now_ns: int) -> tuple[list[Message], int | None]:
+        """(messages to send now, when to call again if that needs a timer)."""
+        if now_ns < self._next_ns:
+            if self._timer_set:
+                return [], None
+            self._timer_set = True
+            return [], self._next_ns
+        messages: list[Message] = self._cache_changes()
+        load = self._scheduler.load()
+        if load != self._last:
+            self._last = msgspec.structs.replace(load)
+            messages.append(load)
+        if messages:
+            self._next_ns = now_ns + self._interval_ns
+        return messages, None
+
+    def _cache_changes(self) -> list[Message]:
+        added, removed = self._scheduler.cache_changes()
+        messages: list[Message] = []
+        first = self._sequence == 0
+        while added or removed or first:
+            self._sequence += 1
+            messages.append(CacheChanged(self._sequence, added[:MAX_HASHES], removed[:MAX_HASHES], first))
+            added, removed, first = added[MAX_HASHES:], removed[MAX_HASHES:], False
+        return messages

@@ -1,0 +1,161 @@
+"""A pure model of a worker for tests of the gateway's core: tokens are a hash of everything before them."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+from relay.ids import SequenceKey, WorkerKey
+from relay.protocol.messages import (
+    Accept,
+    Cancel,
+    Drain,
+    Hello,
+    Load,
+    Message,
+    Prefill,
+    Refuse,
+    Reserve,
+    Run,
+    TokenEntry,
+    Tokens,
+    Work,
+)
+from relay.protocol.sampling import SamplingParams
+
+VOCAB = 1000
+STOP_EVERY = 29
+
+
+def next_token(token_ids: list[int], params: SamplingParams, choice: int) -> int:
+    text = f"{token_ids}|{params.seed}|{choice}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") % VOCAB
+
+
+def finish_of(token: int, generated: int, params: SamplingParams) -> str | None:
+    if token % STOP_EVERY == 0 and generated >= params.min_tokens:
+        return "stop"
+    return "length" if generated >= params.max_tokens else None
+
+
+def oracle(prompt: list[int], params: SamplingParams, choice: int) -> list[int]:
+    """What an undisturbed run gives."""
+    tokens: list[int] = []
+    while True:
+        tokens.append(next_token(prompt + tokens, params, choice))
+        if finish_of(tokens[-1], len(tokens), params):
+            return tokens
+
+
+@dataclass
+class Sequence:
+    work: Work
+    tokens: list[int]
+    runnable: bool
+    transfer: int = 0
+
+
+@dataclass
+class FakeWorker:
+    """One life of one worker. ``out`` holds what it said and the gateway has not read yet."""
+
+    key: WorkerKey
+    role: str
+    kv_blocks: int = 64
+    block_size: int = 16
+    max_num_seqs: int = 8
+    alive: bool = True
+    out: list[Message] = field(default_factory=list)
+    sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
+    prefills: dict[SequenceKey, Prefill] = field(default_factory=dict)
+    draining: bool = False
+
+    def hello(self, process: str) -> Hello:
+        return Hello(
+            process=process,
+            worker=self.key.worker,
+            incarnation=self.key.incarnation,
+            pid=1000 + self.key.incarnation,
+            role=self.role,
+            kv_addresses=[f"tcp://{self.key.worker}.{self.key.incarnation}:1"],
+            model_digest="digest",
+            numerics_id="numerics",
+            kv_blocks=self.kv_blocks,
+            block_size=self.block_size,
+            max_model_len=512,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    @property
+    def used_blocks(self) -> int:
+        size = self.block_size
+        return sum(-(-(len(s.work.token_ids) + 8) // size) for s in self.sequences.values())
+
+    def receive(self, message: Message) -> None:
+        if isinstance(message, Run):
+            work = message.work
+            generated = list(work.token_ids[work.num_prompt :])
+            self.sequences[self._key(work)] = Sequence(work, generated, runnable=True)
+        elif isinstance(message, Reserve):
+            work = message.work
+            blocks = -(-(len(work.token_ids) + 8) // self.block_size)
+            if self.used_blocks + blocks > self.kv_blocks:
+                self.out.append(Refuse(work.request, work.choice, work.attempt, "full"))
+                return
+            generated = list(work.token_ids[work.num_prompt :])
+            self.sequences[self._key(work)] = Sequence(work, generated, runnable=False, transfer=message.transfer)
+            self.out.append(Accept(work.request, work.choice, work.attempt, message.transfer, 0))
+        elif isinstance(message, Prefill):
+            self.prefills[self._key(message.work)] = message
+        elif isinstance(message, Cancel):
+            for table in (self.sequences, self.prefills):
+                for key in [k for k in table if k[:2] == (message.request, message.choice) and k.attempt <= message.attempt]:
+                    del table[key]
+                    self.out.append(self.load())
+        elif isinstance(message, Drain):
+            self.draining = True
+
+    def load(self) -> Load:
+        return Load(self.used_blocks, self.kv_blocks, len(self.sequences), 0, 0)
+
+    def step(self) -> None:
+        """One token for every runnable sequence."""
+        entries = []
+        for key, sequence in list(self.sequences.items()):
+            if sequence.runnable:
+                entries.append(self._advance(key, sequence))
+        if entries:
+            self.out.append(Tokens(entries))
+            self.out.append(self.load())
+
+    def prefill(self, key: SequenceKey) -> Prefill:
+        """P finishes one prompt: reports the first token; the caller carries the handoff to D."""
+        order = self.prefills.pop(key)
+        sequence = Sequence(order.work, list(order.work.token_ids[order.work.num_prompt :]), runnable=True)
+        self.out.append(Tokens([self._advance(key, sequence)]))
+        return order
+
+    def handoff(self, key: SequenceKey, transfer: int) -> None:
+        """D gets everything of ``key``: KV and first token."""
+        sequence = self.sequences.get(key)
+        if sequence is None or sequence.transfer != transfer or sequence.runnable:
+            return
+        work = sequence.work
+        token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
+        sequence.tokens.append(token)
+        if finish_of(token, len(sequence.tokens), work.params):
+            del self.sequences[key]
+        else:
+            sequence.runnable = True
+
+    def _advance(self, key: SequenceKey, sequence: Sequence) -> TokenEntry:
+        work = sequence.work
+        position = len(sequence.tokens)
+        token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
+        sequence.tokens.append(token)
+        finish = finish_of(token, len(sequence.tokens), work.params)
+        if finish:
+            self.sequences.pop(key, None)
+        return TokenEntry(work.request, work.choice, work.attempt, position, [token], finish)
+
+    @staticmethod
+    def _key(work: Work) -> SequenceKey:
+        return SequenceKey(work.request, work.choice, work.attempt)
