@@ -14,7 +14,7 @@ from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, 
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, lane_total, tile_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def split_kernel(
     qkv,
     k_cache,

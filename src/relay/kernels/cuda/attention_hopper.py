@@ -1,8 +1,8 @@
 """Prefill attention for Hopper: the arithmetic of ``softmax`` with the copy engine, wgmma and specialised warps (Gluon).
 
-A program takes 128 (token, query head of one KV head) rows: two warpgroups of 64 rows compute, one warp streams K and V tiles of 64
-keys through a ring in shared memory by bulk tensor copies. Within a warpgroup the scores of the next tile are computed by the tensor
-cores while the values of this one are accumulated, and the softmax of the next overlaps the latter; the two warpgroups fill each other's gaps.
+A program takes 128 (token, query head of one KV head) rows: two warpgroups of 64 rows compute, one warp streams K and V tiles of
+64 keys through a ring in shared memory by bulk tensor copies. Within a warpgroup the softmax of the next tile runs while the tensor
+cores accumulate the values of this one; the two warpgroups fill each other's gaps.
 None of that changes an addition: each tile's state goes through the same steps in the same order as in ``attention_prefill``.
 Rows of V after the last visible key are zeroed in shared memory, since free cache memory may hold NaN.
 """
@@ -74,7 +74,17 @@ def _fold(total_m, total_l, total_acc, m, l, acc, c):
 
 @gluon.jit
 def _stream(
-    k_desc, v_desc, table, k_ring, v_ring, bars, head, last, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr
+    k_desc,
+    v_desc,
+    table,
+    k_ring,
+    v_ring,
+    bars,
+    head,
+    last,
+    KV_HEADS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """The copying warp: K and V tiles in order, as slots become free."""
     DIM: gl.constexpr = k_ring.shape[2]
@@ -136,8 +146,8 @@ def _advance(
     m = gl.where(fresh, gl.full([64], -1.0e30, gl.float32, ROW), m)
     lanes = gl.where(fresh, gl.zeros_like(lanes), lanes)
     m, lanes, p, a = _softmax(s, m, lanes, c)
-    # The wait for the K tile after next stands here because it is a loop: the assembler moves the wait for the tensor cores in front
-    # of the softmax if nothing but arithmetic lies between, and they would idle.
+    # The wait for the K tile after next stands here because it is a loop: if nothing but arithmetic lay between, the assembler
+    # would move the wait for the tensor cores in front of the softmax, and they would idle.
     after = j + 2
     mbarrier.wait(bars.index(after % RING), (after // RING) & 1, pred=after < tiles)
     acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
@@ -187,19 +197,51 @@ def _attend(
     s = warpgroup_mma(q_buffer, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(bars.index(RING), count=1)
-    if 63 > lowest:
+    if lowest < 63:
         s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
-    m, lanes, p, a = _softmax(s, m, lanes, c)
+    m, lanes, p, _ = _softmax(s, m, lanes, c)
     left = gl.convert_layout(p.to(gl.bfloat16), LEFT)
     mbarrier.wait(bars.index(1), 0, pred=tiles > 1)
     whole = gl.maximum((lowest + 1) // 64 - 1, 0)  # the next tile is visible to all rows before this one
     for j in range(whole):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c, RING, False
+            q_buffer,
+            k_ring,
+            v_ring,
+            bars,
+            j,
+            tiles,
+            q_position,
+            m,
+            lanes,
+            left,
+            acc,
+            total_m,
+            total_l,
+            total_acc,
+            c,
+            RING,
+            False,
         )
     for j in range(whole, tiles - 1):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c, RING, True
+            q_buffer,
+            k_ring,
+            v_ring,
+            bars,
+            j,
+            tiles,
+            q_position,
+            m,
+            lanes,
+            left,
+            acc,
+            total_m,
+            total_l,
+            total_acc,
+            c,
+            RING,
+            True,
         )
     final = tiles - 1
     mbarrier.wait(bars.index(2 * RING + final % RING), (final // RING) & 1)

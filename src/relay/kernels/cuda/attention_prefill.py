@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from relay.kernels.cuda import attention_hopper
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, lane_total, tile_step
 
@@ -30,7 +31,7 @@ def load_tile(
     return tl.load(at, mask=(s0 + n)[:, None] <= last, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     qkv,
     k_cache,
@@ -89,15 +90,14 @@ def prefill_kernel(
             acc = tl.zeros([ROWS, DIM], tl.float32)
     total_m, total_l, total_acc = fold(total_m, total_l, total_acc, m, lane_total(lanes, ROWS), acc, c)
     o_at = out + ((first_token + token)[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * DIM + d[None, :]
-    tl.store(o_at, tl.div_rn(total_acc, tl.zeros_like(total_acc) + total_l[:, None]).to(out.dtype.element_ty), mask=known)
+    tl.store(
+        o_at, tl.div_rn(total_acc, tl.zeros_like(total_acc) + total_l[:, None]).to(out.dtype.element_ty), mask=known
+    )
 
 
-def prefill_rows(group: int) -> int:
-    """Rows of a program's tile; free (bits do not depend on it)."""
-    return 128
-
-
-def prefill_work(rows: list[tuple[int, int, int, int]], group: int, tile_rows: int) -> list[tuple[int, int, int, int, int]]:
+def prefill_work(
+    rows: list[tuple[int, int, int, int]], group: int, tile_rows: int
+) -> list[tuple[int, int, int, int, int]]:
     """Programs for (sequence row, first step token, tokens, start position) entries, those with most keys first."""
     items = []
     for row, first, tokens, start in rows:
@@ -121,7 +121,7 @@ def prefill_attention(
     warps: int = 8,
     stages: int = 2,
 ) -> None:
-    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from the caches; ``out`` [tokens, q_heads * dim]; ``work`` as the kernel says."""
+    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from the caches; ``out`` [tokens, q_heads * dim]; ``work`` as for the kernel."""
     _, kv_heads, block_size, dim = k_cache.shape
     group = out.shape[1] // (kv_heads * dim)
     pdl = pdl_enabled()
@@ -146,3 +146,29 @@ def prefill_attention(
         **({} if INTERPRETED else {"num_warps": warps, "num_stages": stages}),
         **launch_options(pdl),
     )
+
+
+def tile_rows_for(block_size: int, dim: int) -> int:
+    """Rows of a program on this device and cache: what ``prefill_work`` must be called with."""
+    return attention_hopper.TILE_ROWS if _hopper(block_size, dim) else 64
+
+
+def prefill(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    work: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """The fastest kernel for this device and cache; ``work`` made with ``tile_rows_for``. Bits do not depend on the choice."""
+    _, _, block_size, dim = k_cache.shape
+    if _hopper(block_size, dim):
+        attention_hopper.prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale)
+    else:
+        prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=64, warps=4, stages=2)
+
+
+def _hopper(block_size: int, dim: int) -> bool:
+    return not INTERPRETED and torch.cuda.is_available() and attention_hopper.supported(block_size, dim)

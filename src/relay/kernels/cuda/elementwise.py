@@ -60,3 +60,35 @@ def silu_mul(g: torch.Tensor, out: torch.Tensor) -> None:
     rows, width = out.shape
     pdl = pdl_enabled()
     silu_mul_kernel[(rows, triton.cdiv(width, 1024))](g, out, WIDTH=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+
+
+@triton.jit
+def select_kernel(x, y, rows, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+    """out[i] = x[rows[i]], plus y of that row (one rounding) where ADD."""
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < WIDTH
+    pdl_start(PDL)
+    row = tl.load(rows + i).to(tl.int64)
+    v = tl.load(x + row * WIDTH + c, mask=inside, other=0.0)
+    if ADD:
+        d = tl.load(y + row * WIDTH + c, mask=inside, other=0.0)
+        v = (v.to(tl.float32) + d.to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(out + i * WIDTH + c, v, mask=inside)
+
+
+def select_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """out[i] = bf16(x[rows[i]] + residual[rows[i]]); ``rows`` int32."""
+    count, width = out.shape
+    pdl = pdl_enabled()
+    select_kernel[(count,)](
+        x,
+        residual if residual is not None else x,
+        rows,
+        out,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        ADD=residual is not None,
+        PDL=pdl,
+        **launch_options(pdl),
+    )

@@ -23,30 +23,25 @@ def square_root(v):
 def norm_kernel(
     x,
     y,
-    rows,
     weight,
     out,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    SELECT: tl.constexpr,
-    STORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row r: v = x[rows[r] if SELECT else r] (+ y of the same row if ADD; written back to x if STORE); out[r] = norm(v)."""
+    """Row r: v = x[r], or where ADD v = x[r] + y[r], written back to x; out[r] = norm(v) * weight."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < WIDTH
     g = tl.load(weight + c, mask=inside, other=0.0)
     pdl_start(PDL)
-    source = tl.load(rows + r).to(tl.int64) if SELECT else r
-    v = tl.load(x + source * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + r * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        d = tl.load(y + source * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(y + r * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
         rounded = (v + d).to(x.dtype.element_ty)
-        if STORE:
-            tl.store(x + source * WIDTH + c, rounded, mask=inside)
+        tl.store(x + r * WIDTH + c, rounded, mask=inside)
         v = rounded.to(tl.float32)
     total = tl.sum(v * v, 0)
     s = tl.div_rn(1.0, square_root(tl.div_rn(total, float(WIDTH)) + eps))
@@ -65,26 +60,22 @@ def rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
 ) -> None:
-    """out[r] = norm(x[r]) * weight for every row of ``out``.
+    """out[r] = norm(x[r]) * weight for every row of ``out``; ``residual`` is added to x first, and the sum stored in x.
 
-    ``residual``: added to x first, and the sum is stored in x (not with ``rows``). ``rows``: int32 indices of the rows to take.
+    ``out`` may be x where there is no residual: a row is read before it is written.
     """
     count, width = out.shape
     pdl = pdl_enabled()
     norm_kernel[(count,)](
         x,
         residual if residual is not None else x,
-        rows if rows is not None else x,
         weight,
         out,
         eps,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ADD=residual is not None,
-        SELECT=rows is not None,
-        STORE=rows is None,
         PDL=pdl,
         **({} if INTERPRETED else {"num_warps": norm_warps(width)}),
         **launch_options(pdl),

@@ -21,7 +21,7 @@ def _head_scale(a, b, eps, DIM: tl.constexpr):
     return tl.div_rn(1.0, square_root(tl.div_rn(total, float(DIM)) + eps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def rope_kernel(
     qkv,
     positions,
