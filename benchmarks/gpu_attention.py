@@ -51,7 +51,9 @@ class Case:
             attention_hopper.prefill_attention(qkv, self.k, self.v, self.table, items, out, self.dim**-0.5)
             return out
         rows, warps, stages = config
-        work = torch.tensor(prefill_work([(0, 0, stop - first, first)], self.group, rows), dtype=torch.int32, device="cuda")
+        work = torch.tensor(
+            prefill_work([(0, 0, stop - first, first)], self.group, rows), dtype=torch.int32, device="cuda"
+        )
         prefill_attention(
             qkv, self.k, self.v, self.table, work, out, self.dim**-0.5, tile_rows=rows, warps=warps, stages=stages
         )
@@ -99,7 +101,14 @@ def different(a: torch.Tensor, b: torch.Tensor) -> int:
 def check(report: Report, hopper: bool) -> None:
     result: dict[str, Any] = {}
     random.seed(1)
-    cases = [(4, 8, 128, 64, 3000), (4, 8, 128, 16, 1300), (1, 2, 128, 64, 1100), (3, 3, 64, 16, 1300), (8, 2, 64, 128, 1100), (4, 2, 128, 64, 513)]
+    cases = [
+        (4, 8, 128, 64, 3000),
+        (4, 8, 128, 16, 1300),
+        (1, 2, 128, 64, 1100),
+        (3, 3, 64, 16, 1300),
+        (8, 2, 64, 128, 1100),
+        (4, 2, 128, 64, 513),
+    ]
     for group, kv_heads, dim, block, length in cases:
         case = Case(group, kv_heads, dim, block, length)
         name = f"group {group} dim {dim} block {block} length {length}"
@@ -149,7 +158,16 @@ def time_prefill(report: Report, hopper: bool) -> None:
             try:
                 row[f"triton {rows}/{warps}/{stages}"] = graph_time_us(
                     lambda: prefill_attention(
-                        case.qkv, case.k, case.v, case.table, work, out, 128**-0.5, tile_rows=rows, warps=warps, stages=stages
+                        case.qkv,
+                        case.k,
+                        case.v,
+                        case.table,
+                        work,
+                        out,
+                        128**-0.5,
+                        tile_rows=rows,
+                        warps=warps,
+                        stages=stages,
                     )
                 )
             except Exception as error:
@@ -162,7 +180,9 @@ def time_prefill(report: Report, hopper: bool) -> None:
             for ring in (2, 3, 4, 5):
                 attention_hopper.STAGES = ring
                 row[f"hopper ring {ring}"] = graph_time_us(
-                    lambda: attention_hopper.prefill_attention(case.qkv, case.k, case.v, case.table, work, out, 128**-0.5)
+                    lambda: attention_hopper.prefill_attention(
+                        case.qkv, case.k, case.v, case.table, work, out, 128**-0.5
+                    )
                 )
         q = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
         k, v = (torch.randn(1, 32, length, 128, device="cuda").bfloat16() for _ in range(2))
@@ -199,8 +219,20 @@ def time_decode(report: Report) -> None:
                     row[f"{rows}/{warps}/{stages}"] = graph_time_us(
                         lambda: [
                             decode_attention(
-                                qkv, k, v, tables, positions, tokens, tokens, scratch, out, 128**-0.5, splits,
-                                tile_rows=rows, warps=warps, stages=stages,
+                                qkv,
+                                k,
+                                v,
+                                tables,
+                                positions,
+                                tokens,
+                                tokens,
+                                scratch,
+                                out,
+                                128**-0.5,
+                                splits,
+                                tile_rows=rows,
+                                warps=warps,
+                                stages=stages,
                             )
                             for _ in range(4)
                         ],
@@ -210,7 +242,10 @@ def time_decode(report: Report) -> None:
                     print(rows, warps, stages, str(error)[:100])
             moved = 2 * batch * length * 8 * 128 * 2
             share = {n: round(moved / us * 1e6 / report.data["copy_bytes_per_s"], 3) for n, us in row.items()}
-            table[f"{batch}x{length} block {block}"] = {"us": {n: round(us, 1) for n, us in row.items()}, "share": share}
+            table[f"{batch}x{length} block {block}"] = {
+                "us": {n: round(us, 1) for n, us in row.items()},
+                "share": share,
+            }
             print("decode", batch, length, block, table[f"{batch}x{length} block {block}"], flush=True)
     report.put("decode", table)
 

@@ -86,7 +86,7 @@ def wide_values(rows: int, columns: int) -> torch.Tensor:
 
 
 def choose_library(name: str) -> None:
-    """"cublas", "cublaslt" or "cublaslt-nosplit"; only the last may not split K."""
+    """ "cublas", "cublaslt" or "cublaslt-nosplit"; only the last may not split K."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = True
     torch.backends.cuda.preferred_blas_library(name.split("-")[0])
@@ -192,7 +192,10 @@ def sweep(report: Report, shapes: dict[str, tuple[int, int]], label: str, batche
             best = sorted(row.items(), key=lambda item: item[1])[:4]
             table[f"{name}/{m}"] = {k: round(v, 2) for k, v in row.items()}
             floor = (size + 2 * m * (outputs + depth)) / report.data["copy_bytes_per_s"] * 1e6
-            print(f"{label} {name} M={m} floor {floor:.1f} cublas {row['cublas']:.1f}", [(k, round(v, 1)) for k, v in best])
+            print(
+                f"{label} {name} M={m} floor {floor:.1f} cublas {row['cublas']:.1f}",
+                [(k, round(v, 1)) for k, v in best],
+            )
         del weights
     report.put(f"linear_us/{label}", table)
 
@@ -230,7 +233,10 @@ def decode_step(report: Report) -> None:
             row = times[f"{n}/{m}"]
             allowed = {k: v for k, v in row.items() if not k.startswith("cublas") or m not in bad[f"8b/{n}"][k]}
             choice[n] = min(allowed, key=lambda k: allowed[k])
-        own = {n: min((k for k in times[f"{n}/{m}"] if not k.startswith("cublas")), key=lambda k: times[f"{n}/{m}"][k]) for n in names}
+        own = {
+            n: min((k for k in times[f"{n}/{m}"] if not k.startswith("cublas")), key=lambda k: times[f"{n}/{m}"][k])
+            for n in names
+        }
 
         def step(pick: dict[str, str], prefetch: int) -> None:
             for layer in weights:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_timing import Report, copy_rate
+from gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.backend import Batch
 from relay.kernels.cuda import launch
 from relay.kernels.cuda.backend import CudaBackend
@@ -34,7 +34,9 @@ SMOLLM2 = ModelConfig(
 )  # fmt: skip
 
 
-def random_model(config: ModelConfig, max_rows: int, max_tokens: int, graphs: bool = True) -> tuple[CudaBackend, Program]:
+def random_model(
+    config: ModelConfig, max_rows: int, max_tokens: int, graphs: bool = True
+) -> tuple[CudaBackend, Program]:
     """A backend with random weights of the config's shapes, scaled so that activations stay of order one."""
     program = build_program(config)
     g = program.geometry
@@ -64,10 +66,15 @@ class Paths:
 
     def __init__(self, backend: CudaBackend, program: Program, tokens: np.ndarray, blocks: int) -> None:
         self.backend, self.tokens, self.ops = backend, tokens, len(program.ops)
-        self.blocks, self.layers, self.points = blocks, program.geometry.num_layers, program.sink_points
+        self.layers, self.points = program.geometry.num_layers, program.sink_points
+        self.free = random.sample(range(blocks), blocks)
 
     def table(self) -> np.ndarray:
-        return np.array(random.sample(range(self.blocks), -(-len(self.tokens) // BLOCK)), np.int32)
+        """Blocks for one whole sequence, shuffled, shared with no other."""
+        count = -(-len(self.tokens) // BLOCK)
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count
+        return np.array(taken, np.int32)
 
     def step(self, pieces: list[tuple[int, int, np.ndarray, int]], cut: bool = False) -> np.ndarray:
         """(first, stop, table, slot) of each sequence row in one step; logits of the last token of each."""
@@ -94,7 +101,8 @@ class Paths:
     def kv(self, table: np.ndarray, count: int) -> bytes:
         raw = bytearray(count * self.backend.kv_bytes_per_token_layer())
         return b"".join(
-            (self.backend.read_kv(layer, table, 0, count, memoryview(raw)), bytes(raw))[1] for layer in range(self.layers)
+            (self.backend.read_kv(layer, table, 0, count, memoryview(raw)), bytes(raw))[1]
+            for layer in range(self.layers)
         )
 
 
@@ -102,7 +110,7 @@ def check(report: Report, name: str, config: ModelConfig) -> None:
     """P4: logits of chosen positions and all KV bytes over every path; P7: graph and eager."""
     length = 700
     backend, program = random_model(config, max_rows=32, max_tokens=2048)
-    blocks = 40 * -(-length // BLOCK)
+    blocks = 60 * -(-length // BLOCK)
     backend.allocate_kv(blocks, BLOCK, "bfloat16")
     assert backend._device.kv is not None
     backend._device.kv.fill_(float("nan"))
@@ -171,7 +179,10 @@ def check(report: Report, name: str, config: ModelConfig) -> None:
         wrong.append("without dependent launch differs")
     launch.set_pdl(True)
     result = {"checks": checks + 21, "wrong": wrong, "layers": config.num_layers}
-    layers = {f"{n}x{k}": {"failed": layer.failed, "tested": len(layer.tested)} for (n, k), layer in backend._device.layers.items()}
+    layers = {
+        f"{n}x{k}": {"failed": layer.failed, "tested": len(layer.tested)}
+        for (n, k), layer in backend._device.layers.items()
+    }
     print("P4", name, result, layers, flush=True)
     report.put(f"p4/{name}", {**result, "library": layers})
     backend.close()
@@ -186,9 +197,7 @@ def check_sampler(report: Report) -> None:
     tables, scratch = SamplerTables(rows + 1, "cuda"), SamplerScratch(rows, vocab, "cuda")
     states = []
     for row in range(rows):
-        params = greedy(
-            random.getrandbits(64), (0.0, 0.3, 1.0, 2.5)[row % 4], min_p=(0.0, 0.02, 0.3)[row % 3]
-        )
+        params = greedy(random.getrandbits(64), (0.0, 0.3, 1.0, 2.5)[row % 4], min_p=(0.0, 0.02, 0.3)[row % 3])
         states.append(SlotState(params, row % 5, [1] * (row + 1), []))
         tables.set(row, params.temperature, params.min_p, params.seed, row % 5, 1)
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
@@ -238,6 +247,7 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
                 queued = time.perf_counter()
                 backend.sample(data)
                 walls.append((time.perf_counter() - begin, queued - begin))
+            pipelined = time_pipelined(backend, ops, batch)
             captured = next(c for (size, _), c in backend._graphs._graphs.items() if size >= batch)
             with torch.cuda.stream(backend._stream):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -249,6 +259,7 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
                     end.synchronize()
                     times.append(start.elapsed_time(end))
             row = {
+                "pipelined_ms": round(pipelined, 3),
                 "wall_ms": round(statistics.median(w for w, _ in walls[4:]) * 1e3, 3),
                 "queue_ms": round(statistics.median(q for _, q in walls[4:]) * 1e3, 3),
                 "graph_ms": round(statistics.median(times), 3),
@@ -261,6 +272,24 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
         time_prefill(report, name, config, backend, ops, width)
     profile(report, name, backend, program)
     backend.close()
+
+
+def time_pipelined(backend: CudaBackend, ops: int, batch: int, steps: int = 24) -> float:
+    """Milliseconds a step where step n + 1 is queued before the tokens of step n are fetched, as the engine may do."""
+    torch.cuda.synchronize()
+    waiting = None
+    begin = 0.0
+    for step in range(steps + 4):
+        if step == 4:
+            begin = time.perf_counter()
+        data = decode_batch(batch, 560 + step, 11)
+        backend.run(0, ops, data)
+        if waiting is not None:
+            backend.sample(waiting)
+        waiting = data
+    assert waiting is not None
+    backend.sample(waiting)
+    return (time.perf_counter() - begin) / steps * 1e3
 
 
 def time_prefill(report: Report, name: str, config: ModelConfig, backend: CudaBackend, ops: int, width: int) -> None:
@@ -292,28 +321,37 @@ def time_prefill(report: Report, name: str, config: ModelConfig, backend: CudaBa
         result[f"steps of {rows * 2048}"] = {"ms": round(seconds * 1e3, 1), "tokens_per_s": round(8 * 2048 / seconds)}
     print(name, "prefill 8 x 2048", result, flush=True)
     report.put(f"prefill/{name}", result)
+    batch = batches[-1]
+    backend.run(0, ops, batch)
+    backend.sample(batch)
+    profile_step(report, f"{name}/prefill {len(batch.token_ids)}", backend)
+
+
+def profile_step(report: Report, name: str, backend: CudaBackend) -> None:
+    """Time of each kind of op over all layers of the step just run, each kind in a graph of its own."""
+    program, step = backend._program, backend._step
+    kinds: dict[str, list[Any]] = {}
+    for op, do in zip(program.ops, backend._launches, strict=True):
+        label = type(op).__name__
+        if isinstance(op, Linear):
+            label += f" {program.geometry.width(op.dst)}x{program.geometry.width(op.src)}"
+        kinds.setdefault(label, []).append(do)
+
+    def time_all(launches: list[Any]) -> float:
+        return round(graph_time_us(lambda: [do(step) for do in launches]), 1)
+
+    with torch.cuda.stream(backend._stream):
+        result = {label: time_all(launches) for label, launches in kinds.items()}
+    result["sampler"] = time_all([backend._launch_sampler])
+    print("us by op kind,", name, result, flush=True)
+    report.put(f"profile_us/{name}", result)
 
 
 def profile(report: Report, name: str, backend: CudaBackend, program: Program) -> None:
-    """Time of each kind of op in a decode step of 1, 64 and 256 rows: each op of all layers in a graph of its own."""
-    from gpu_timing import graph_time_us
-
-    result: dict[str, dict[str, float]] = {}
+    """Profiles of decode steps of 1, 64 and 256 rows."""
     for batch in (1, 64, 256):
         backend.run(0, len(program.ops), decode_batch(batch, 576, 11))
-        step = backend._step
-        kinds: dict[str, list[Any]] = {}
-        for op, do in zip(program.ops, backend._launches, strict=True):
-            label = f"{type(op).__name__} {op.dst}" if isinstance(op, Linear) else type(op).__name__
-            if isinstance(op, Linear):
-                label += f" {program.geometry.width(op.src)}"
-            kinds.setdefault(label, []).append(do)
-        result[str(batch)] = {
-            label: round(graph_time_us(lambda: [do(step) for do in launches]), 1) for label, launches in kinds.items()
-        }
-        result[str(batch)]["sampler"] = round(graph_time_us(lambda: backend._launch_sampler(step)), 1)
-        print(name, "us by op kind, batch", batch, result[str(batch)], flush=True)
-    report.put(f"profile_us/{name}", result)
+        profile_step(report, f"{name}/decode {batch}", backend)
 
 
 def main() -> None:

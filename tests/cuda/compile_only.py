@@ -36,7 +36,8 @@ def compile_for(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name not in constants and (types[name].startswith("*") or name in ("K", "N", "x_stride", "y_stride", "qkv_stride"))
+        if name not in constants
+        and (types[name].startswith("*") or name in ("K", "N", "x_stride", "y_stride", "qkv_stride"))
     }
     source = ASTSource(
         kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned

@@ -30,7 +30,9 @@ class Interpreted:
         for op in self.program.ops:
             names: list[str] = []
             if isinstance(op, Embed | Linear):
-                device.matrices[op.weight] = torch.from_numpy(packing.unpack_matrix(weights.matrix(op.weight))).bfloat16()
+                device.matrices[op.weight] = torch.from_numpy(
+                    packing.unpack_matrix(weights.matrix(op.weight))
+                ).bfloat16()
                 if isinstance(op, Linear):
                     n, k = device.matrices[op.weight].shape
                     device.layers[n, k] = LinearLayer(n, k)

@@ -3,6 +3,9 @@
 Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
 decode batch up to a captured size cannot change a bit.
+
+``run`` up to the last op queues the draw too, into a pinned buffer of the step's own; ``sample`` waits for it. A caller may therefore
+``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
 import threading
@@ -18,6 +21,7 @@ from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda import linear_choice
 from relay.kernels.cuda.attention_prefill import tile_rows_for
 from relay.kernels.cuda.canon import gpu_parts
+from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
@@ -59,6 +63,7 @@ class CudaBackend:
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(self, max_rows) if graphs else None
         self._captured: np.ndarray | None = None
+        self._draws = Draws(max_rows)
         self._written = torch.cuda.Event()
         self._capacity = 0
         self._step: Step | None = None
@@ -131,7 +136,6 @@ class CudaBackend:
         self._launches: list[Launch] = compile_ops(program, device)
         self._scratch = SamplerScratch(self._max_rows, program.geometry.vocab, device.name)
         self._drawn = torch.zeros(self._max_rows, 2, dtype=torch.int32, device=device.name)
-        self._drawn_host = torch.zeros(self._max_rows, 2, dtype=torch.int32).pin_memory()
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
         """Raises UsageError for a dtype other than bfloat16 or an odd block size, DoesNotFitError."""
@@ -157,12 +161,17 @@ class CudaBackend:
     def run(self, start: int, stop: int, batch: Batch) -> None:
         with torch.cuda.stream(self._stream):
             if start == 0:
+                for pending in self._draws.waiting():
+                    if pending.on_host:
+                        self._resolve(pending)  # its token must be on the device before this step may read it
                 self._begin(batch, whole=stop == len(self._launches))
             assert self._step is not None
             if not self._replayed:
                 for launch in self._launches[start:stop]:
                     launch(self._step)
             self._written.record(self._stream)
+            if stop == len(self._launches) and len(batch.sampled_rows):
+                self._queue_draw(batch, self._step)
 
     def _begin(self, batch: Batch, whole: bool) -> None:
         """Move the step's integers to the device; a decode step that is run whole is replayed from its graph at once."""
@@ -230,32 +239,48 @@ class CudaBackend:
     def release_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
 
-    def sample(self, batch: Batch) -> list[SampledToken]:
-        """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``); then no slot's host state has moved on."""
-        step = self._step
-        assert step is not None
-        count = len(batch.sampled_rows)
+    def _queue_draw(self, batch: Batch, step: Step) -> None:
+        """Draw on the device and queue the copy of tokens (and of logits that the host needs) to the host."""
+        if not self._replayed:
+            self._launch_sampler(step)
         slots = [int(slot) for slot in batch.slots[batch.sampled_rows]]
         states = [self._slots[slot] for slot in slots]
-        with torch.cuda.stream(self._stream):
-            if not self._replayed:
-                self._launch_sampler(step)
-            self._drawn_host[:count].copy_(self._drawn[:count], non_blocking=True)
-            logits = self._device.buffers[Buffer.L]
-            self._captured = logits[:count].float().cpu().numpy() if batch.capture_logits else None
-            self._stream.synchronize()
-            tokens: list[SampledToken] = []
-            drawn = self._drawn_host[:count].tolist()
-            for row, (state, (token, flags)) in enumerate(zip(states, drawn, strict=True)):
-                if flags or _needs_host(state):
-                    sampled = draw(logits[row].float().cpu().numpy(), state, row)
-                    self._tables.last_tokens[slots[row]] = sampled.token_id
-                    tokens.append(sampled)
-                else:
-                    tokens.append(SampledToken(token))
-        for state, sampled in zip(states, tokens, strict=True):
+        on_host = any(_needs_host(state) for state in states)
+        logits = self._device.buffers[Buffer.L][: len(slots)]
+        kept = logits.clone() if on_host or batch.capture_logits else None
+        self._draws.queue(batch, slots, states, self._drawn, on_host, kept)
+
+    def _resolve(self, pending: Draw) -> None:
+        """Wait for a draw; draw on the host what the device could not, and give it the token."""
+        if pending.tokens is not None:
+            return
+        pending.event.synchronize()
+        tokens: list[SampledToken] = []
+        for row, (state, (token, flags)) in enumerate(zip(pending.states, pending.host.tolist(), strict=True)):
+            if not flags and not _needs_host(state):
+                tokens.append(SampledToken(token))
+                continue
+            with torch.cuda.stream(self._stream):
+                kept = pending.logits if pending.logits is not None else self._device.buffers[Buffer.L]
+                sampled = draw(kept[row].float().cpu().numpy(), state, row)
+                self._tables.last_tokens[pending.slots[row]] = sampled.token_id
+            tokens.append(sampled)
+        pending.tokens = tokens
+        for state, sampled in zip(pending.states, tokens, strict=True):
             state.push(sampled.token_id)
-        return tokens
+
+    def sample(self, batch: Batch) -> list[SampledToken]:
+        """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``); then no slot's host state has moved on."""
+        pending = self._draws.take(batch)
+        self._resolve(pending)
+        assert pending.tokens is not None
+        if batch.capture_logits:
+            assert pending.logits is not None
+            with torch.cuda.stream(self._stream):
+                self._captured = pending.logits.float().cpu().numpy()
+        else:
+            self._captured = None
+        return pending.tokens
 
     def logits(self) -> np.ndarray:
         if self._captured is None:
