@@ -196,7 +196,7 @@ def sweep(report: Report, shapes: dict[str, tuple[int, int]], label: str, batche
                 f"{label} {name} M={m} floor {floor:.1f} cublas {row['cublas']:.1f}",
                 [(k, round(v, 1)) for k, v in best],
             )
-        del weights
+        weights = []
     report.put(f"linear_us/{label}", table)
 
 

@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
-# Everything of a kernel run in one call: fill the compile cache in parallel, then check and time. OUT names the result folder.
+# One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
+# usage: gpu_run.sh "linear 240" "attention 140" "attention_hopper 80" "model_check 170" "model_time 200"
 set -u
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
+export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
 nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv
-for i in $(seq 0 11); do timeout 120 python3 benchmarks/gpu_linear.py --warm "$i" 12 & done
-wait
-timeout "${LINEAR_S:-240}" python3 benchmarks/gpu_linear.py --out "$OUT" 2>&1 | tee "$OUT/linear.log"
-[ "${ATTENTION_S:-1}" = 0 ] || timeout "${ATTENTION_S:-140}" python3 benchmarks/gpu_attention.py --out "$OUT" 2>&1 | tee "$OUT/attention.log"
-timeout "${HOPPER_S:-100}" python3 benchmarks/gpu_attention.py --hopper --out "$OUT" 2>&1 | tee "$OUT/attention_hopper.log"
+run() { timeout "$2" python3 "${@:3}" --out "$OUT" 2>&1 | tee "$OUT/$1.log"; }
+for job in "$@"; do
+  read -r name seconds <<<"$job"
+  case "$name" in
+    linear)
+      for i in $(seq 0 11); do timeout 120 python3 benchmarks/gpu_linear.py --warm "$i" 12 & done
+      wait
+      run linear "$seconds" benchmarks/gpu_linear.py ;;
+    attention) run attention "$seconds" benchmarks/gpu_attention.py ;;
+    attention_hopper) run attention_hopper "$seconds" benchmarks/gpu_attention.py --hopper ;;
+    model_check) run model_check "$seconds" benchmarks/gpu_model.py --part check ;;
+    model_time) run model_time "$seconds" benchmarks/gpu_model.py --part time ;;
+    *) echo "unknown benchmark $name"; exit 2 ;;
+  esac
+done

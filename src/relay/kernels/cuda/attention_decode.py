@@ -59,8 +59,8 @@ def split_kernel(
         acc = tl.zeros([ROWS, DIM], tl.float32)
         end = tl.minimum(split * SPLIT + SPLIT, position + 1)
         for s0 in range(split * SPLIT, end, TILE):
-            k = load_tile(k_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE)
-            v = load_tile(v_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE)
+            k = load_tile(k_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+            v = load_tile(v_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
             s = tl.where((s0 + n)[None, :] <= position, tl.dot(q, tl.trans(k)), float("-inf"))
             m, lanes, acc = tile_step(s, v, m, lanes, acc, c, ROWS)
         l = lane_total(lanes, ROWS)
@@ -74,6 +74,17 @@ def split_kernel(
             tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=known)
             tl.store(stats + at * 2, m, mask=r < GROUP)
             tl.store(stats + at * 2 + 1, l, mask=r < GROUP)
+
+
+@triton.jit
+def _fold_split(partial, stats, at, there, total_m, total_l, total_acc, c, DIM: tl.constexpr):
+    """Fold one stored split; one that is not ``there`` is the exact identity."""
+    one = tl.arange(0, 1)
+    d = tl.arange(0, DIM)
+    m = tl.load(stats + at * 2 + one, mask=there, other=LOWEST)
+    l = tl.load(stats + at * 2 + 1 + one, mask=there, other=0.0)
+    acc = tl.load(partial + (at + one)[:, None] * DIM + d[None, :], mask=there, other=0.0)
+    return fold(total_m, total_l, total_acc, m, l, acc, c)
 
 
 @triton.jit
@@ -103,11 +114,17 @@ def fold_kernel(
         total_l = tl.zeros([1], tl.float32)
         total_acc = tl.zeros([1, DIM], tl.float32)
         at = (entry.to(tl.int64) * HEADS + head) * SPLITS
-        for split in range(0, position // SPLIT + 1):
-            m = tl.load(stats + (at + split) * 2 + one)
-            l = tl.load(stats + (at + split) * 2 + 1 + one)
-            acc = tl.load(partial + (at + split + one)[:, None] * DIM + d[None, :])
-            total_m, total_l, total_acc = fold(total_m, total_l, total_acc, m, l, acc, c)
+        count = position // SPLIT + 1
+        if SPLITS <= 16:  # unrolled, so that the loads of all splits are in flight together
+            for split in tl.static_range(SPLITS):
+                total_m, total_l, total_acc = _fold_split(
+                    partial, stats, at + split, split < count, total_m, total_l, total_acc, c, DIM
+                )
+        else:
+            for split in range(count):
+                total_m, total_l, total_acc = _fold_split(
+                    partial, stats, at + split, True, total_m, total_l, total_acc, c, DIM
+                )
         o_at = out + (token * HEADS + head + one)[:, None] * DIM + d[None, :]
         tl.store(o_at, tl.div_rn(total_acc, tl.zeros_like(total_acc) + total_l[:, None]).to(out.dtype.element_ty))
 

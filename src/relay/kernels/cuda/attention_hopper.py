@@ -29,9 +29,8 @@ STAGES = 3
 def _lane_sums(p, ROWS: gl.constexpr):
     """The tree of ``softmax.lane_sums``."""
     a, b = gl.split(gl.reshape(p, (ROWS, 8, 4, 2)))
-    s = gl.permute(a + b, (0, 2, 1))
-    a, b = gl.split(gl.reshape(s, (ROWS, 4, 4, 2)))
-    a, b = gl.split(gl.reshape(a + b, (ROWS, 4, 2, 2)))
+    a, b = gl.split(gl.permute(gl.reshape(a + b, (ROWS, 2, 4, 4)), (0, 2, 3, 1)))
+    a, b = gl.split(gl.reshape(gl.permute(a + b, (0, 2, 1)), (ROWS, 4, 2, 2)))
     a, b = gl.split(a + b)
     return a + b
 
@@ -118,11 +117,12 @@ def _stream(
 @gluon.jit
 def _advance(
     q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
-    RING: gl.constexpr, MASK: gl.constexpr,
+    RING: gl.constexpr, MASK: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Accumulate the values of tile j (weights in ``left``) while the scores and the softmax of tile j + 1 are made.
 
-    K of tile j + 1 has arrived already; at the end K of tile j + 2 has too.
+    K of tile j + 1 has arrived already; at the end K of tile j + 2 has too. FOLD says whether tile j completes its split: 0 no,
+    1 yes, 2 if it is the eighth.
     """
     DIM: gl.constexpr = k_ring.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -142,9 +142,12 @@ def _advance(
         s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
     done_m = m
     done_lanes = lanes
-    fresh = (j % 8) == 7
-    m = gl.where(fresh, gl.full([64], -1.0e30, gl.float32, ROW), m)
-    lanes = gl.where(fresh, gl.zeros_like(lanes), lanes)
+    if FOLD == 1:
+        m = gl.full([64], -1.0e30, gl.float32, ROW)
+        lanes = gl.zeros_like(lanes)
+    if FOLD == 2:
+        m = gl.where((j % 8) == 7, gl.full([64], -1.0e30, gl.float32, ROW), m)
+        lanes = gl.where((j % 8) == 7, gl.zeros_like(lanes), lanes)
     m, lanes, p, a = _softmax(s, m, lanes, c)
     # The wait for the K tile after next stands here because it is a loop: if nothing but arithmetic lay between, the assembler
     # would move the wait for the tensor cores in front of the softmax, and they would idle.
@@ -152,11 +155,16 @@ def _advance(
     mbarrier.wait(bars.index(after % RING), (after // RING) & 1, pred=after < tiles)
     acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
     mbarrier.arrive(bars.index(3 * RING + slot), count=1)
-    if fresh:
+    if FOLD == 1:
         l = gl.convert_layout(_lane_total(done_lanes, 64), ROW)
         total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, done_m, l, acc, c)
         acc = gl.zeros([64, DIM], gl.float32, VALUES)
     else:
+        if FOLD == 2:
+            if (j % 8) == 7:
+                l = gl.convert_layout(_lane_total(done_lanes, 64), ROW)
+                total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, done_m, l, acc, c)
+                acc = gl.zeros([64, DIM], gl.float32, VALUES)
         acc = acc * gl.convert_layout(a, gl.SliceLayout(1, VALUES))[:, None]
     return m, lanes, gl.convert_layout(p.to(gl.bfloat16), LEFT), acc, total_m, total_l, total_acc
 
@@ -202,47 +210,28 @@ def _attend(
     m, lanes, p, _ = _softmax(s, m, lanes, c)
     left = gl.convert_layout(p.to(gl.bfloat16), LEFT)
     mbarrier.wait(bars.index(1), 0, pred=tiles > 1)
-    whole = gl.maximum((lowest + 1) // 64 - 1, 0)  # the next tile is visible to all rows before this one
-    for j in range(whole):
+    # Steps whose next tile every row sees need no mask; those that complete no split need no fold.
+    whole = gl.maximum((lowest + 1) // 64 - 1, 0)
+    for split in range(whole // 8):
+        for j in range(split * 8, split * 8 + 7):
+            m, lanes, left, acc, total_m, total_l, total_acc = _advance(
+                q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+                RING, False, 0,
+            )  # fmt: skip
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer,
-            k_ring,
-            v_ring,
-            bars,
-            j,
-            tiles,
-            q_position,
-            m,
-            lanes,
-            left,
-            acc,
-            total_m,
-            total_l,
-            total_acc,
-            c,
-            RING,
-            False,
-        )
+            q_buffer, k_ring, v_ring, bars, split * 8 + 7, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+            RING, False, 1,
+        )  # fmt: skip
+    for j in range(whole // 8 * 8, whole):
+        m, lanes, left, acc, total_m, total_l, total_acc = _advance(
+            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+            RING, False, 0,
+        )  # fmt: skip
     for j in range(whole, tiles - 1):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer,
-            k_ring,
-            v_ring,
-            bars,
-            j,
-            tiles,
-            q_position,
-            m,
-            lanes,
-            left,
-            acc,
-            total_m,
-            total_l,
-            total_acc,
-            c,
-            RING,
-            True,
-        )
+            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+            RING, True, 2,
+        )  # fmt: skip
     final = tiles - 1
     mbarrier.wait(bars.index(2 * RING + final % RING), (final // RING) & 1)
     acc_token = warpgroup_mma(left, v_ring.index(final % RING), acc, is_async=True)

@@ -16,9 +16,21 @@ from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, lane_t
 
 @triton.jit
 def load_tile(
-    cache, table, s0, last, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    cache,
+    table,
+    s0,
+    last,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ZERO: tl.constexpr,
 ):
-    """Keys or values s0..s0+63 of a sequence as [64, DIM]; rows after ``last`` are zero (free memory may hold NaN)."""
+    """Keys or values s0..s0+63 of a sequence as [64, DIM]; rows after ``last`` hold anything, or where ZERO zero.
+
+    Free memory may hold NaN: a score is masked by selection, but a weight of 0 times a NaN value would not vanish.
+    """
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM)
     if BLOCK % TILE == 0:
@@ -28,7 +40,9 @@ def load_tile(
         position = tl.minimum(s0 + n, last)
         blocks = tl.load(table + position // BLOCK).to(tl.int64)
         at = cache + ((blocks[:, None] * KV_HEADS + head) * BLOCK + (position % BLOCK)[:, None]) * DIM + d[None, :]
-    return tl.load(at, mask=(s0 + n)[:, None] <= last, other=0.0)
+    if ZERO:
+        return tl.load(at, mask=(s0 + n)[:, None] <= last, other=0.0)
+    return tl.load(at)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -77,8 +91,8 @@ def prefill_kernel(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total_m, total_l, total_acc = m, tl.zeros([ROWS], tl.float32), acc
     for s0 in range(0, last + 1, TILE):
-        k = load_tile(k_cache, table, s0, last, head, KV_HEADS, DIM, BLOCK, TILE)
-        v = load_tile(v_cache, table, s0, last, head, KV_HEADS, DIM, BLOCK, TILE)
+        k = load_tile(k_cache, table, s0, last, head, KV_HEADS, DIM, BLOCK, TILE, False)
+        v = load_tile(v_cache, table, s0, last, head, KV_HEADS, DIM, BLOCK, TILE, True)
         s = tl.dot(q, tl.trans(k))
         if s0 + TILE - 1 > lowest:
             s = tl.where((s0 + n)[None, :] <= q_position[:, None], s, float("-inf"))

@@ -23,11 +23,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def lane_sums(p, ROWS: tl.constexpr):
-    """[ROWS, 64] -> [ROWS, 4]: pairs, then groups 8 columns apart as ((0+1)+(2+3))+((4+5)+(6+7))."""
+    """[ROWS, 64] -> [ROWS, 4]: pairs, then groups g of 8 columns as ((0+4)+(1+5))+((2+6)+(3+7))."""
     a, b = tl.split(tl.reshape(p, (ROWS, 8, 4, 2)))
-    s = tl.permute(a + b, (0, 2, 1))
-    a, b = tl.split(tl.reshape(s, (ROWS, 4, 4, 2)))
-    a, b = tl.split(tl.reshape(a + b, (ROWS, 4, 2, 2)))
+    a, b = tl.split(tl.permute(tl.reshape(a + b, (ROWS, 2, 4, 4)), (0, 2, 3, 1)))
+    a, b = tl.split(tl.reshape(tl.permute(a + b, (0, 2, 1)), (ROWS, 4, 2, 2)))
     a, b = tl.split(a + b)
     return a + b
 
