@@ -205,11 +205,15 @@ def tall(report: Report) -> None:
     table: dict[str, Any] = {}
     for name, (outputs, depth) in list(SHAPES.items())[:4]:
         w = [wide_values(outputs, depth) for _ in range(2)]
-        for m in (2048, 8192):
+        for m in (512, 2048, 8192, 16384):
             x = wide_values(m, depth)
             y = torch.empty(m, outputs, device="cuda", dtype=torch.bfloat16)
-            row = {"cublas": graph_time_us(lambda: [cublas(x, v, y) for v in w], 2, 5)}
-            for tile in (T(128, 256, 64, 8, 4, tma=True), T(128, 128, 64, 8, 4, tma=True), T(128, 256, 64, 8, 3)):
+            row = {}
+            for library in LIBRARIES:
+                choose_library(library)
+                row[library] = graph_time_us(lambda: [cublas(x, v, y) for v in w], 2, 9)
+            choose_library("cublas")
+            for tile in (T(128, 256, 64, 8, 4, tma=True), T(128, 128, 64, 8, 4, tma=True)):
                 row[str(tile)[10:]] = graph_time_us(lambda: [linear(x, v, y, tile) for v in w], 2, 5)
             table[f"{name}/{m}"] = {k: round(2 * m * outputs * depth / v / 1e6, 1) for k, v in row.items()}
             print("tall", name, m, table[f"{name}/{m}"], flush=True)
@@ -278,14 +282,18 @@ def eval_tile(text: str, prefetch: int) -> T:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tall", action="store_true", help="only the large batches")
     parser.add_argument("--warm", type=int, nargs=2)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.warm:
         warm(*arguments.warm)
         return
-    report = Report(arguments.out / "linear.json")
+    report = Report(arguments.out / ("linear_tall.json" if arguments.tall else "linear.json"))
     report.put("copy_bytes_per_s", copy_rate())
+    if arguments.tall:
+        tall(report)
+        return
     check_bits(report)
     sweep(report, SHAPES, "8b", (1, 8, 16, 32, 64, 128, 256))
     decode_step(report)

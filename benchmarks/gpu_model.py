@@ -276,20 +276,18 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
 
 def time_pipelined(backend: CudaBackend, ops: int, batch: int, steps: int = 24) -> float:
     """Milliseconds a step where step n + 1 is queued before the tokens of step n are fetched, as the engine may do."""
-    torch.cuda.synchronize()
     waiting = None
-    begin = 0.0
-    for step in range(steps + 4):
-        if step == 4:
-            begin = time.perf_counter()
+    fetched = []
+    for step in range(steps):
         data = decode_batch(batch, 560 + step, 11)
         backend.run(0, ops, data)
         if waiting is not None:
             backend.sample(waiting)
+            fetched.append(time.perf_counter())
         waiting = data
     assert waiting is not None
     backend.sample(waiting)
-    return (time.perf_counter() - begin) / steps * 1e3
+    return statistics.median(b - a for a, b in zip(fetched[4:], fetched[5:])) * 1e3
 
 
 def time_prefill(report: Report, name: str, config: ModelConfig, backend: CudaBackend, ops: int, width: int) -> None:

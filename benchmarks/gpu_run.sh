@@ -13,6 +13,7 @@ for job in "$@"; do
       for i in $(seq 0 11); do timeout 120 python3 benchmarks/gpu_linear.py --warm "$i" 12 & done
       wait
       run linear "$seconds" benchmarks/gpu_linear.py ;;
+    linear_tall) run linear_tall "$seconds" benchmarks/gpu_linear.py --tall ;;
     attention) run attention "$seconds" benchmarks/gpu_attention.py ;;
     attention_hopper) run attention_hopper "$seconds" benchmarks/gpu_attention.py --hopper ;;
     model_check) run model_check "$seconds" benchmarks/gpu_model.py --part check ;;

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
-from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, lane_total, tile_step
+from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -68,7 +68,7 @@ def split_kernel(
             none = tl.full([ROWS], LOWEST, tl.float32)
             m, l, acc = fold(none, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32), m, l, acc, c)
             o_at = out + (token * (KV_HEADS * GROUP) + q_head)[:, None] * DIM + d[None, :]
-            tl.store(o_at, tl.div_rn(acc, tl.zeros_like(acc) + l[:, None]).to(out.dtype.element_ty), mask=known)
+            tl.store(o_at, (acc * inverse(l)[:, None]).to(out.dtype.element_ty), mask=known)
         else:
             at = (entry.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * SPLITS + split
             tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=known)
@@ -126,7 +126,7 @@ def fold_kernel(
                     partial, stats, at + split, True, total_m, total_l, total_acc, c, DIM
                 )
         o_at = out + (token * HEADS + head + one)[:, None] * DIM + d[None, :]
-        tl.store(o_at, tl.div_rn(total_acc, tl.zeros_like(total_acc) + total_l[:, None]).to(out.dtype.element_ty))
+        tl.store(o_at, (total_acc * inverse(total_l)[:, None]).to(out.dtype.element_ty))
 
 
 def split_count(longest: int) -> int:

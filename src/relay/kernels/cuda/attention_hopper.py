@@ -4,7 +4,8 @@ A program takes 128 (token, query head of one KV head) rows: two warpgroups of 6
 64 keys through a ring in shared memory by bulk tensor copies. Within a warpgroup the softmax of the next tile runs while the tensor
 cores accumulate the values of this one; the two warpgroups fill each other's gaps.
 None of that changes an addition: each tile's state goes through the same steps in the same order as in ``attention_prefill``.
-Rows of V after the last visible key are zeroed in shared memory, since free cache memory may hold NaN.
+Rows of V after the last token stored are zeroed in shared memory, since free cache memory may hold NaN. (Later tokens of the chunk are
+not: their weight is 0 and their values are finite, unless the model itself has overflowed.)
 """
 
 import torch
@@ -81,6 +82,7 @@ def _stream(
     bars,
     head,
     last,
+    stored,
     KV_HEADS: gl.constexpr,
     BLOCK: gl.constexpr,
     RING: gl.constexpr,
@@ -98,7 +100,7 @@ def _stream(
         mbarrier.expect(bars.index(slot), 64 * DIM * 2)
         tma.async_copy_global_to_shared(k_desc, [row, 0], bars.index(slot), k_ring.index(slot))
         mbarrier.wait(bars.index(3 * RING + slot), parity)
-        if j * 64 + 63 <= last:
+        if j * 64 + 63 <= stored:
             mbarrier.expect(bars.index(2 * RING + slot), 64 * DIM * 2)
             tma.async_copy_global_to_shared(v_desc, [row, 0], bars.index(2 * RING + slot), v_ring.index(slot))
         else:
@@ -109,7 +111,7 @@ def _stream(
                 rows = v_ring.index(slot).slice(part * 8, 8)
                 n = j * 64 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
                 value = rows.load(LAYOUT)
-                rows.store(gl.where((n <= last)[:, None], value, gl.zeros([8, DIM], value.dtype, LAYOUT)))
+                rows.store(gl.where((n <= stored)[:, None], value, gl.zeros([8, DIM], value.dtype, LAYOUT)))
             fence_async_shared()
             mbarrier.arrive(bars.index(2 * RING + slot), count=1)
 
@@ -239,8 +241,8 @@ def _attend(
     l = gl.convert_layout(_lane_total(lanes, 64), ROW)
     total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, m, l, acc, c)
 
-    divisor = gl.convert_layout(total_l, gl.SliceLayout(1, VALUES))[:, None]
-    result = gl.div_rn(total_acc, gl.zeros([64, DIM], gl.float32, VALUES) + divisor).to(out.dtype.element_ty)
+    inverse = gl.div_rn(gl.zeros_like(total_l) + 1.0, total_l)
+    result = (total_acc * gl.convert_layout(inverse, gl.SliceLayout(1, VALUES))[:, None]).to(out.dtype.element_ty)
     ro = base_row + gl.arange(0, 64, gl.SliceLayout(1, VALUES))
     do = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
     o_at = ((first_token + ro // GROUP) * (KV_HEADS * GROUP) + head * GROUP + ro % GROUP) * DIM
@@ -262,6 +264,7 @@ def hopper_kernel(
     start = gl.load(item + 3)
     index = gl.load(item + 4)
     last = start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)
+    stored = start + tokens - 1
     table = block_tables + row.to(gl.int64) * table_stride
     q_first = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
     q_second = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
@@ -282,7 +285,7 @@ def hopper_kernel(
                        GROUP, KV_HEADS, RING, gl.constexpr(0))),
             (_attend, (qkv, out, q_second, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
                        GROUP, KV_HEADS, RING, gl.constexpr(1))),
-            (_stream, (k_desc, v_desc, table, k_ring, v_ring, bars, head, last, KV_HEADS, BLOCK, RING)),
+            (_stream, (k_desc, v_desc, table, k_ring, v_ring, bars, head, last, stored, KV_HEADS, BLOCK, RING)),
         ],
         [4, 1],
         [240, 24],

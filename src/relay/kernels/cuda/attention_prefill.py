@@ -11,7 +11,7 @@ import triton.language as tl
 
 from relay.kernels.cuda import attention_hopper
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
-from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, lane_total, tile_step
+from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
 @triton.jit
@@ -104,9 +104,7 @@ def prefill_kernel(
             acc = tl.zeros([ROWS, DIM], tl.float32)
     total_m, total_l, total_acc = fold(total_m, total_l, total_acc, m, lane_total(lanes, ROWS), acc, c)
     o_at = out + ((first_token + token)[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * DIM + d[None, :]
-    tl.store(
-        o_at, tl.div_rn(total_acc, tl.zeros_like(total_acc) + total_l[:, None]).to(out.dtype.element_ty), mask=known
-    )
+    tl.store(o_at, (total_acc * inverse(total_l)[:, None]).to(out.dtype.element_ty), mask=known)
 
 
 def prefill_work(

@@ -9,7 +9,8 @@ Lane j of 4 holds the columns with (column // 2) % 4 == j, the ones a thread of 
 written out in ``lane_sums`` with elementwise additions of halves: no compiler-chosen reduction order is left, whatever the layout.
 A split's l is (l0 + l1) + (l2 + l3). Splits fold in ascending order from the identity:
     M' = max(M, m); w1 = exp2((M - M') * c), w2 = exp2((m - M') * c); ACC = fma(acc, w2, ACC * w1); L = fma(l, w2, L * w1).
-An invisible tile or split is an exact identity, and folding the first split from the identity is exact.
+An invisible tile or split is an exact identity, and folding the first split from the identity is exact. The output is ACC * (1 / L),
+the division IEEE, rounded once to bf16.
 """
 
 import triton
@@ -60,3 +61,9 @@ def fold(total_m, total_l, total_acc, m, l, acc, c):
     w2 = tl.exp2((m - top) * c)
     total_acc = tl.fma(acc, tl.zeros_like(acc) + w2[:, None], total_acc * w1[:, None])
     return top, tl.fma(l, w2, total_l * w1), total_acc
+
+
+@triton.jit
+def inverse(l):
+    """1 / l, IEEE."""
+    return tl.div_rn(tl.zeros_like(l) + 1.0, l)
