@@ -28,47 +28,33 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from relay.api.app import UVICORN_OPTIONS, create_app
 from relay.control.contract import Delivery, ModelInfo, Submission, TokenSink
+from relay.models.tokenizer import Tokenizer
 
 WARM_UP_S = 2.0
 
 
-class BenchTokenizer:
-    """A small byte-level BPE with the interface of ``relay.models.tokenizer.Tokenizer``."""
+TEXT = " the cat sat on the mat and then some other words were said about it"
 
-    byte_level = True
-    special_ids = frozenset({0})
 
-    def __init__(self) -> None:
-        self.backend = tokenizers.Tokenizer(models.BPE())
-        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=600,
-            special_tokens=["<|end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        self.backend.train_from_iterator(
-            ["the cat sat on the mat and then some other words were said about it"] * 4, trainer
-        )
-        self.vocab_size = self.backend.get_vocab_size()
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special).ids
-
-    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.backend.decode([token_id]).encode()
+def small_tokenizer() -> Tokenizer:
+    """A byte-level BPE of whole words."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([TEXT] * 4, trainer)
+    return Tokenizer(backend.to_str())
 
 
 class SteppingGateway:
     """Delivers one token to every request each step, then measures its own process."""
 
-    def __init__(self, tokenizer: BenchTokenizer, streams: int, rate: float, seconds: float, pipe: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, streams: int, rate: float, seconds: float, pipe: Any) -> None:
         self._info = ModelInfo("bench", "d", "n", tokenizer.vocab_size, 1 << 20, 0, (0,))
-        self._tokens = tokenizer.encode(" the cat sat on the mat and then some other words were said about it")
+        self._tokens = tokenizer.encode(TEXT)
         self._streams, self._rate, self._seconds, self._pipe = streams, rate, seconds, pipe
         self._sinks: list[TokenSink] = []
         self._step = 0
@@ -89,7 +75,7 @@ class SteppingGateway:
         await asyncio.sleep(0.2)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        marks: list[tuple[float, float, int]] = []
+        marks: list[tuple[float, tuple[float, float], int]] = []
         while True:
             now = loop.time()
             if now - start >= WARM_UP_S and not marks:
@@ -107,8 +93,9 @@ class SteppingGateway:
         self._pipe.send(
             {
                 "events": events_1 - events_0,
-                "cpu_us_per_event": (cpu_1 - cpu_0) / (events_1 - events_0) * 1e6,
-                "cpu_fraction_of_a_core": (cpu_1 - cpu_0) / (ended - began),
+                "cpu_us_per_event": (sum(cpu_1) - sum(cpu_0)) / (events_1 - events_0) * 1e6,
+                "user_us_per_event": (cpu_1[0] - cpu_0[0]) / (events_1 - events_0) * 1e6,
+                "cpu_fraction_of_a_core": (sum(cpu_1) - sum(cpu_0)) / (ended - began),
                 "events_per_second": (events_1 - events_0) / (ended - began),
                 "late_steps": self._late_steps,
                 "steps": self._step,
@@ -140,14 +127,15 @@ class SteppingGateway:
         return []
 
 
-def _cpu_s() -> float:
+def _cpu_s() -> tuple[float, float]:
+    """User and system time of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return usage.ru_utime, usage.ru_stime
 
 
 def serve(pipe: Any, streams: int, rate: float, seconds: float) -> None:
     """The measured process."""
-    tokenizer = BenchTokenizer()
+    tokenizer = small_tokenizer()
     app = create_app(SteppingGateway(tokenizer, streams, rate, seconds, pipe), tokenizer)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     pipe.send(listener.getsockname()[1])
@@ -210,7 +198,7 @@ def main() -> None:
     )
     for run in runs:
         print(
-            f"  {run['cpu_us_per_event']:.1f} us, {run['events_per_second']:.0f} events/s, "
+            f"  {run['cpu_us_per_event']:.1f} us ({run['user_us_per_event']:.1f} user), {run['events_per_second']:.0f} events/s, "
             f"{run['cpu_fraction_of_a_core']:.0%} of a core, {run['late_steps']}/{run['steps']} steps late"
         )
     if arguments.json:

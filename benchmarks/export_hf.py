@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from relay.kernels.packing import unpack_matrix
 from safetensors.numpy import save_file
+
+from relay.kernels.packing import unpack_matrix
 
 
 def export(model: Any, target: Path) -> None:

@@ -4,7 +4,7 @@
 become integer nanoseconds where pure code uses them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 PROTOCOL_TEXT_LIMIT = 1024
+REFERENCE_STEP_DEADLINE_S = 600.0
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
@@ -131,9 +132,7 @@ class WorkerConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
-        _check(
-            self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive"
-        )
+        _check(self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +160,13 @@ class ServeConfig:
         _check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
         _check(self.grace_s >= 0, "--grace must not be negative")
         _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+
+    def resolved_control(self) -> ControlConfig:
+        """``control``, with a step deadline that the backend can meet: the reference interpreter is no engine to hurry."""
+        if self.worker.backend != "reference":
+            return self.control
+        detector = replace(self.control.detector, step_deadline_s=REFERENCE_STEP_DEADLINE_S)
+        return replace(self.control, detector=detector)
 
     @property
     def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:

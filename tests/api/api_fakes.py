@@ -6,17 +6,16 @@ promises, so metamorphic checks of the HTTP surface mean something without an en
 
 import asyncio
 import hashlib
-import json
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused, TokenSink
+from relay.models.chat_template import ChatTemplate
+from relay.models.tokenizer import Tokenizer
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MULTIBYTE = "🙂🎉 日本語。नमस्ते ≈ç√∫ 👨\u200d👩\u200d👧 Ωμέγα "
@@ -27,7 +26,7 @@ WORDS = (
 )
 
 
-def byte_level_tokenizer(vocab_size: int = 1600) -> tokenizers.Tokenizer:
+def byte_level_tokenizer(vocab_size: int = 1600) -> Tokenizer:
     """Byte-level BPE over a small text: whole words, fragments and single bytes."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,10 +39,10 @@ def byte_level_tokenizer(vocab_size: int = 1600) -> tokenizers.Tokenizer:
     )
     letters = [a + b + c for a in "abcdefghijk" for b in "aeiou" for c in "lmnrst dgk"]
     tokenizer.train_from_iterator([WORDS, WORDS.lower(), *letters, *letters, "日本 日本 日本"], trainer)
-    return tokenizer
+    return Tokenizer(tokenizer.to_str())
 
 
-def sentencepiece_like_tokenizer() -> tokenizers.Tokenizer:
+def sentencepiece_like_tokenizer() -> Tokenizer:
     """Pieces with ▁ and byte fallback, decoded as Llama 2's tokenizer.json does."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁hello", "▁world", "▁a", "b", "c", "llo", "▁▁", "é", "日", "!", "▁the"]
@@ -53,48 +52,19 @@ def sentencepiece_like_tokenizer() -> tokenizers.Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return tokenizer
+    return Tokenizer(tokenizer.to_str())
 
 
-class FakeTokenizer:
-    """The interface of ``relay.models.tokenizer.Tokenizer`` over any ``tokenizers.Tokenizer``."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self.backend = backend
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.byte_level = "ByteLevel" in json.dumps(json.loads(backend.to_str())["decoder"])
-        self.vocab_size = backend.get_vocab_size()
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        self._bytes = {chr(byte): byte for byte in plain}
-        self._bytes |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special).ids
-
-    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        token = self.backend.id_to_token(token_id)
-        if token is None or token_id in self.special_ids:
-            return (token or "").encode()
-        if self.byte_level:
-            return bytes(self._bytes[character] for character in token)
-        if token.startswith("<0x"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+CHATML = (
+    "{% for m in messages %}{% if m.content == 'refuse this' %}{{ raise_exception('refused by the template') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
-class FakeTemplate:
-    """ChatML. Refuses a conversation whose last text is 'refuse this'."""
-
-    def render(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, variables: Any = None
-    ) -> str:
-        if messages[-1]["content"] == "refuse this":
-            raise ValueError("refused by the template")
-        text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+def chat_template() -> ChatTemplate:
+    """ChatML. Refuses a conversation that holds the text 'refuse this'."""
+    return ChatTemplate(CHATML, {"eos_token": "<|im_end|>"})
 
 
 @dataclass
@@ -111,7 +81,7 @@ class FakeGateway:
 
     def __init__(
         self,
-        tokenizer: FakeTokenizer,
+        tokenizer: Tokenizer,
         *,
         context: int = 512,
         step_s: float = 0.0005,
@@ -135,6 +105,7 @@ class FakeGateway:
         self.cancelled: list[int] = []
         self.finished_choices: list[tuple[int, int]] = []
         self.submissions: list[Submission] = []
+        self.burst = 1  # tokens of one delivery
         self.is_ready = True
         self.is_healthy = (True, "")
         self.fail_after: tuple[int, RequestFailure] | None = None  # (tokens, failure) for every request
@@ -198,28 +169,37 @@ class FakeGateway:
             self._running = [r for r in self._running if r.request != running.request]
             running.sink.failed(self.fail_after[1])
             return
-        token, logits = self._sample(running)
-        position = len(running.output)
-        running.output.append(token)
-        finish: Any = None
-        if token in params.eos_token_ids or token in params.stop_token_ids:
-            finish = "stop"
-        elif len(running.output) >= params.max_tokens:
-            finish = "length"
-        if finish:
-            self._running.remove(running)
-        delivery = Delivery(running.choice, position, [token], finish)
-        if position == 0:
+        delivery = Delivery(running.choice, len(running.output), [])
+        if not running.output:
             delivery.cached_tokens = min(16, len(running.submission.token_ids) - 1) // 16 * 16
         if params.logprobs is not None:
-            norm = math.log(sum(math.exp(value) for value in logits.values()))
-            best = sorted(logits.items(), key=lambda item: (-item[1], item[0]))[: params.logprobs]
-            delivery.logprobs = [(logits[token] - norm, [(i, value - norm) for i, value in best])]
+            delivery.logprobs = []
         if running.submission.capture:
-            delivery.logit_digests = [hashlib.blake2b(repr(sorted(logits.items())).encode(), digest_size=16).digest()]
-            if finish:
+            delivery.logit_digests = []
+        while len(delivery.token_ids) < self.burst and delivery.finish is None:
+            self._add_token(running, delivery)
+        if delivery.finish:
+            self._running.remove(running)
+            if running.submission.capture:
                 delivery.kv_digests = [bytes(16)]
         running.sink.tokens(delivery)
+
+    def _add_token(self, running: _Running, delivery: Delivery) -> None:
+        params = running.submission.params
+        token, logits = self._sample(running)
+        running.output.append(token)
+        delivery.token_ids.append(token)
+        if token in params.eos_token_ids or token in params.stop_token_ids:
+            delivery.finish = "stop"
+        elif len(running.output) >= params.max_tokens:
+            delivery.finish = "length"
+        if delivery.logprobs is not None:
+            norm = math.log(sum(math.exp(value) for value in logits.values()))
+            best = sorted(logits.items(), key=lambda item: (-item[1], item[0]))[: params.logprobs]
+            delivery.logprobs.append((logits[token] - norm, [(i, value - norm) for i, value in best]))
+        if delivery.logit_digests is not None:
+            raw = repr(sorted(logits.items())).encode()
+            delivery.logit_digests.append(hashlib.blake2b(raw, digest_size=16).digest())
 
     def _logits(self, context: list[int], prompt: int) -> dict[int, float]:
         """Raw logits over a few candidates, from a hash of the whole context."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from api_fakes import FakeGateway, FakeTemplate, FakeTokenizer, byte_level_tokenizer
+from api_fakes import FakeGateway, byte_level_tokenizer, chat_template
 from starlette.types import ASGIApp
 
 from relay.api.app import UVICORN_OPTIONS, create_app
@@ -37,9 +37,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
-    tokenizer = FakeTokenizer(byte_level_tokenizer())
+    tokenizer = byte_level_tokenizer()
     uvicorn.run(
-        create_app(FakeGateway(tokenizer), tokenizer, FakeTemplate()),
+        create_app(FakeGateway(tokenizer), tokenizer, chat_template()),
         host="127.0.0.1",
         port=arguments.port,
         **UVICORN_OPTIONS,

@@ -4,22 +4,23 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from api_fakes import FakeGateway, FakeTemplate, FakeTokenizer, byte_level_tokenizer
+from api_fakes import FakeGateway, byte_level_tokenizer, chat_template
 from api_server import served
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from relay.api.app import create_app
 from relay.api.validation import ApiLimits
+from relay.models.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> FakeTokenizer:
-    return FakeTokenizer(byte_level_tokenizer())
+def tokenizer() -> Tokenizer:
+    return byte_level_tokenizer()
 
 
 @pytest.fixture
-def gateway(tokenizer: FakeTokenizer) -> FakeGateway:
+def gateway(tokenizer: Tokenizer) -> FakeGateway:
     return FakeGateway(tokenizer)
 
 
@@ -46,11 +47,10 @@ def server() -> Iterator[tuple[Swap, str]]:
 
 
 @pytest.fixture
-def base_url(gateway: FakeGateway, tokenizer: FakeTokenizer, limits: ApiLimits) -> Iterator[str]:
-    with served(
-        create_app(gateway, tokenizer, FakeTemplate(), served_names=("fake", "fake-alias"), limits=limits)
-    ) as url:
-        yield url
+def base_url(server: tuple[Swap, str], gateway: FakeGateway, tokenizer: Tokenizer, limits: ApiLimits) -> str:
+    swap, url = server
+    swap.app = create_app(gateway, tokenizer, chat_template(), served_names=("fake", "fake-alias"), limits=limits)
+    return url
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ CHAT_ONLY = [
     ("logprobs", [5, "x"]),
     ("tools", [[{"type": "function", "function": {"name": "f"}}], 5]),
     ("tool_choice", ["required", {"type": "function"}]),
+    ("chat_template_kwargs", [{"messages": []}, 5]),
     ("functions", [[{"name": "f"}]]),
     ("messages", [None, [], 5, {}, "hi", [5], [[]], [{"role": "user", "content": "refuse this"}]]),
 ]

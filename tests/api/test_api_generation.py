@@ -5,8 +5,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import MULTIBYTE, FakeGateway, FakeTokenizer
+from api_fakes import MULTIBYTE, FakeGateway
 from sse_client import finish_reasons, joined, stream
+
+from relay.api.context import Context
+from relay.api.validation import ApiLimits
+from relay.models.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -115,6 +119,30 @@ def test_a_stop_string_ends_one_choice_of_several(client: httpx.Client, gateway:
     assert gateway.cancelled == []
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_several_tokens_in_one_delivery_change_nothing(client: httpx.Client, gateway: FakeGateway, path: str) -> None:
+    """Also where a stop string is complete in the middle of a delivery: what follows it there is overshoot."""
+    logprobs = {"logprobs": 2} if path == TEXT else {"logprobs": True, "top_logprobs": 2}
+    details = {"return_token_ids": True, "relay_capture": True, **logprobs}
+    whole = _text(_plain(client, path, _body(path))["choices"][0])
+    for stop in (None, whole[len(whole) // 2 :][:3], whole[5:9]):
+        body = _body(path, stop=stop, **details)
+        answers = []
+        for gateway.burst in (1, 3, 7):
+            answer = _plain(client, path, body)
+            chunks = stream(client, path, body)
+            assert joined(chunks).get(0, "") == _text(answer["choices"][0])
+            ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+            assert ids == answer["choices"][0]["token_ids"]
+            assert len(ids) == answer["usage"]["completion_tokens"]
+            answer["choices"][0]["relay"].pop(
+                "kv_digests"
+            )  # come with the engine's finish, which a stop string precedes
+            answers.append((answer["choices"], answer["usage"]))
+        assert answers[0] == answers[1] == answers[2]
+    assert gateway.num_running == 0
+
+
 def test_stop_token_ids_end_and_are_not_shown(client: httpx.Client) -> None:
     whole = _plain(client, TEXT, _body(TEXT, return_token_ids=True))["choices"][0]
     token = whole["token_ids"][3]
@@ -137,7 +165,7 @@ def test_prompt_lists_number_choices_over_prompts(client: httpx.Client) -> None:
     assert joined(stream(client, TEXT, body)) == {choice["index"]: choice["text"] for choice in together["choices"]}
 
 
-def test_token_id_prompts(client: httpx.Client, tokenizer: FakeTokenizer) -> None:
+def test_token_id_prompts(client: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Once upon a time")
     by_text = _plain(client, TEXT, _body(TEXT))
     by_ids = _plain(client, TEXT, {**_body(TEXT), "prompt": ids})
@@ -149,7 +177,7 @@ def test_token_id_prompts(client: httpx.Client, tokenizer: FakeTokenizer) -> Non
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", MULTIBYTE])
-def test_echo(client: httpx.Client, tokenizer: FakeTokenizer, prompt: str) -> None:
+def test_echo(client: httpx.Client, tokenizer: Tokenizer, prompt: str) -> None:
     text = _plain(client, TEXT, _body(TEXT, prompt))["choices"][0]["text"]
     for asked in (prompt, tokenizer.encode(prompt)):
         body = {**_body(TEXT), "prompt": asked, "echo": True}
@@ -233,6 +261,16 @@ def test_defaults(client: httpx.Client, gateway: FakeGateway) -> None:
     assert one.params.eos_token_ids == (0, 2)
     assert chat.params.max_tokens == 512 - len(chat.token_ids)
     assert len({one.params.seed, two.params.seed, chat.params.seed}) == 3
+
+
+def test_seeds_can_be_drawn_from_one_seed(gateway: FakeGateway, tokenizer: Tokenizer) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        context = Context(gateway, tokenizer, None, ("fake",), ApiLimits(), seed)
+        return [context.draw_seed() for _ in range(3)]
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert drawn(None) != drawn(None)
+    assert all(0 <= seed < 2**64 for seed in drawn(7) + drawn(None))
 
 
 def test_capture(client: httpx.Client) -> None:

@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from api_fakes import FakeGateway, FakeTokenizer
+from api_fakes import FakeGateway
 from prometheus_client.parser import text_string_to_metric_families
 
 from relay.api.validation import ApiLimits
+from relay.models.tokenizer import Tokenizer
 
 TEXT = "/v1/completions"
 
@@ -34,7 +35,7 @@ def _eventually(true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def gateway(tokenizer: FakeTokenizer) -> FakeGateway:
+def gateway(tokenizer: Tokenizer) -> FakeGateway:
     return FakeGateway(tokenizer, context=1 << 20)
 
 
@@ -130,7 +131,7 @@ def test_metrics_count_what_happened(client: httpx.Client) -> None:
 
 
 def test_probes_answer_while_a_long_text_is_tokenized(
-    client: httpx.Client, base_url: str, tokenizer: FakeTokenizer, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, base_url: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(text: str, add_special: bool = True) -> list[int]:
         time.sleep(1.0)

@@ -94,6 +94,7 @@ def test_full_from_the_start() -> None:
         server.writable.set()
 
     server = _run(script)
+    assert [message["type"] for message in server.messages].index("http.response.start") == 0
     assert server.body == b"12"
     assert server.complete
 

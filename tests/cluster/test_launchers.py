@@ -93,11 +93,10 @@ def test_what_cannot_start_is_an_exit_with_a_reason(kind) -> None:
 def test_stop_asks_and_kill_forces(kind) -> None:
     async def scenario(bench: Bench) -> None:
         polite = (
-            "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(3)); print('up', flush=True); time.sleep(60)"
+            "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(3));"
+            "print('up', flush=True); time.sleep(60)"
         )
-        deaf = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf up', flush=True); time.sleep(60)"
-        )
+        deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf up', flush=True); time.sleep(60)"
         bench.start("a.1", polite)
         bench.start("b.1", deaf)
         await bench.line("up")
@@ -136,7 +135,8 @@ def test_close_leaves_nothing(kind) -> None:
         for index in range(3):
             bench.start(
                 f"w-{index}.1",
-                "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pid', os.getpid(), flush=True); time.sleep(60)",
+                "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+                "print('pid', os.getpid(), flush=True); time.sleep(60)",
             )
         while len(bench.lines) < 3:
             await asyncio.sleep(0.01)

@@ -55,8 +55,12 @@ class SocketWorker:
     async def _run(self) -> None:
         host, port = self.fleet.address.removeprefix("tcp://").rsplit(":", 1)
         loop = asyncio.get_running_loop()
-        _, self.agent = await loop.create_connection(lambda: Peer(self.fake.hello("agent"), lambda m: None), host, int(port))
-        _, self.engine = await loop.create_connection(lambda: Peer(self.fake.hello("engine"), self._message), host, int(port))
+        _, self.agent = await loop.create_connection(
+            lambda: Peer(self.fake.hello("agent"), lambda m: None), host, int(port)
+        )
+        _, self.engine = await loop.create_connection(
+            lambda: Peer(self.fake.hello("engine"), self._message), host, int(port)
+        )
         await self.engine.answer
         beats = 0
         while self.alive:
@@ -113,5 +117,3 @@ class Fleet:
 
     def current(self, name: str) -> SocketWorker:
         return max((w for k, w in self.workers.items() if k.worker == name), key=lambda w: w.key.incarnation)
-
-

@@ -107,7 +107,9 @@ class FakeWorker:
             self.prefills[self._key(message.work)] = message
         elif isinstance(message, Cancel):
             for table in (self.sequences, self.prefills):
-                for key in [k for k in table if k[:2] == (message.request, message.choice) and k.attempt <= message.attempt]:
+                for key in [
+                    k for k in table if k[:2] == (message.request, message.choice) and k.attempt <= message.attempt
+                ]:
                     del table[key]
                     self.out.append(self.load())
         elif isinstance(message, Drain):

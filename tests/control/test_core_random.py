@@ -25,7 +25,9 @@ def chaos(seed: int, topology: int, faults: int, kv_blocks: int) -> World:
     for _ in range(12):
         world.run(rng.randrange(30))
         prompt = [rng.randrange(1000) for _ in range(rng.choice([1, 5, 63, 64, 65, 150, 200]))]
-        failure = world.submit(prompt, max_tokens=rng.choice([1, 2, 7, 30]), n=rng.choice([1, 1, 2, 3]), seed=rng.randrange(5))
+        failure = world.submit(
+            prompt, max_tokens=rng.choice([1, 2, 7, 30]), n=rng.choice([1, 1, 2, 3]), seed=rng.randrange(5)
+        )
         assert failure is None or failure.code == "kv_cache_exceeded"
         action = rng.randrange(6)
         if action < 2 and faults:
@@ -73,7 +75,7 @@ def test_exactly_once_under_chaos(seed: int, topology: int, faults: int, kv_bloc
 @pytest.mark.parametrize("topology", range(4))
 def test_all_workers_killed_at_every_step(topology: int) -> None:
     """A kill of every worker at each moment of one request's life, one moment per run."""
-    for moment in range(0, 24):
+    for moment in range(24):
         world = World(lambda n: 0, TOPOLOGIES[topology]).ready()
         assert world.submit(list(range(100)), max_tokens=6) is None
         world.run(moment)

@@ -70,7 +70,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 def test_split_request() -> None:
     async def scenario() -> None:
-        async with gateway() as (shell, fleet):
+        async with gateway() as (shell, _fleet):
             assert shell.model.numerics_id == "numerics"
             sink = Sink()
             request = shell.submit(Submission(LONG, params(12)), sink)
@@ -151,7 +151,7 @@ def test_finish_choice_from_within_the_sink() -> None:
 
 def test_a_sink_that_raises_costs_only_its_request() -> None:
     async def scenario() -> None:
-        async with gateway() as (shell, fleet):
+        async with gateway() as (shell, _fleet):
 
             def bad(delivery: Delivery) -> None:
                 raise RuntimeError("a sink's bug")
@@ -167,7 +167,7 @@ def test_a_sink_that_raises_costs_only_its_request() -> None:
 
 def test_refusals() -> None:
     async def scenario() -> None:
-        async with gateway() as (shell, fleet):
+        async with gateway() as (shell, _fleet):
             with pytest.raises(SubmissionRefused) as caught:
                 shell.submit(Submission(LONG, params(500)), Sink())
             assert (caught.value.failure.status, caught.value.failure.code) == (400, "context_length_exceeded")

@@ -48,7 +48,9 @@ class Client:
 class World:
     """Network order is free between connections and FIFO within one; everything is decided by ``pick(n) -> 0..n-1``."""
 
-    def __init__(self, pick: Callable[[int], int], slots, config: ControlConfig | None = None, kv_blocks: int = 64) -> None:
+    def __init__(
+        self, pick: Callable[[int], int], slots, config: ControlConfig | None = None, kv_blocks: int = 64
+    ) -> None:
         self.pick = pick
         self.core = GatewayCore(config or ControlConfig(), MODEL, slots)
         self.roles = dict(slots)
@@ -113,7 +115,9 @@ class World:
 
     # --- clients --------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: list[int], max_tokens: int = 8, n: int = 1, seed: int = 1, **kwargs) -> RequestFailure | None:
+    def submit(
+        self, prompt: list[int], max_tokens: int = 8, n: int = 1, seed: int = 1, **kwargs
+    ) -> RequestFailure | None:
         submission = Submission(prompt, SamplingParams(max_tokens=max_tokens, seed=seed), n, **kwargs)
         request = self.next_request
         self.next_request += 1

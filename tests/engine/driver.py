@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
-from relay.engine.step import StepPlan
+from relay.engine.step import StepPlan, StepResult
 from relay.ids import SequenceKey
 from relay.kernels.backend import LayerSink, SampledToken
 from relay.protocol.messages import FinishReason, Work
@@ -52,7 +52,10 @@ class Collected:
 
 
 class Engine:
-    """``step()`` does one thing an engine loop does; ``run()`` repeats it until nothing is left. Checks invariants throughout."""
+    """One engine loop in three parts (``plan``, ``execute``, ``land``); ``run`` goes on until nothing is left.
+
+    Invariants are checked after every part.
+    """
 
     def __init__(
         self,
@@ -69,24 +72,69 @@ class Engine:
         self.plan_ahead = plan_ahead
         self.sink: LayerSink | None = None
         self.planned: deque[StepPlan] = deque()
+        self.executed: deque[StepResult] = deque()
+        self.keys: deque[list[SequenceKey]] = deque()  # of the planned steps' rows
         self.plans: list[StepPlan] = []
         self.collected: dict[SequenceKey, Collected] = {}
 
-    def step(self) -> bool:
-        """Plan, run and take one step; with plan-ahead the next one is planned before. False if there was nothing to do."""
-        while len(self.planned) < (2 if self.plan_ahead else 1):
-            plan = self.scheduler.plan()
-            self.scheduler.check()
-            if plan is None:
-                break
-            self.planned.append(plan)
-            self.plans.append(plan)
+    def plan(self) -> bool:
+        """Plan one more step if the scheduler has one and fewer than two are in flight."""
+        if len(self.planned) + len(self.executed) > 1:
+            return False
+        plan = self.scheduler.plan()
+        self.scheduler.check()
+        if plan is None:
+            return False
+        self._check_plan(plan)
+        self.planned.append(plan)
+        self.plans.append(plan)
+        self.keys.append([self.scheduler.key_of_slot(row.slot) for row in plan.rows])
+        return True
+
+    def execute(self) -> bool:
+        """Run the oldest planned step."""
         if not self.planned:
             return False
-        result = self.runner.execute(self.planned.popleft(), self.sink)
-        self.take(self.scheduler.update(result))
+        plan = self.planned.popleft()
+        assert self.keys.popleft() == [self.scheduler.key_of_slot(row.slot) for row in plan.rows], (
+            "a slot in flight was given away"
+        )
+        self.executed.append(self.runner.execute(plan, self.sink))
+        return True
+
+    def land(self) -> bool:
+        """Give the oldest result to the scheduler."""
+        if not self.executed:
+            return False
+        self.take(self.scheduler.update(self.executed.popleft()))
         self.scheduler.check()
         return True
+
+    def step(self) -> bool:
+        """Plan (one more where planning ahead), execute and land. False if there was nothing to do."""
+        self.plan()
+        if self.plan_ahead:
+            self.plan()
+        self.execute()
+        return self.land()
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """No row writes a block that anybody else can read; slots and budget are respected."""
+        bounds = self.scheduler.limits
+        assert sum(row.count for row in plan.rows) == plan.num_tokens <= bounds.max_num_batched_tokens
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        decodes = [row.token_ids is None for row in plan.rows]
+        assert decodes == sorted(decodes, reverse=True), "a decode row comes after a prefill row"
+        written: set[int] = {target for _, target in plan.block_copies}
+        assert len(written) == len(plan.block_copies)
+        assert not written & {source for source, _ in plan.block_copies}
+        for row in plan.rows:
+            table = self.scheduler.block_table(self.scheduler.key_of_slot(row.slot))
+            blocks = table[row.start // bounds.block_size : (row.start + row.count - 1) // bounds.block_size + 1]
+            assert all(block not in self.scheduler.space.cache for block in blocks), "a row writes a published block"
+            assert all(self.scheduler.space.pool.references(block) == 1 for block in blocks), (
+                "a row writes a shared block"
+            )
 
     def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:

@@ -82,13 +82,17 @@ def _unit(kv: list[list[tuple[bytes, bytes]]], first: int) -> bytes:
 
 
 class HashBackend:
-    """Implements ``Backend``. Rows that hold ``poison`` raise; ``raises`` makes the next n runs raise."""
+    """Implements ``Backend``. Rows that hold ``poison`` raise; ``raises`` makes the next n runs raise, ``raises_late`` n samplings
+
+    after they have changed the slots.
+    """
 
     name = "hash"
 
     def __init__(self, poison: int | None = None) -> None:
         self.poison = poison
         self.raises = 0
+        self.raises_late = 0
         self.tokens_computed = 0
         self.slots: dict[int, tuple[SamplingParams, int, list[int], list[int]]] = {}
         self._x: list[bytes] = []
@@ -171,6 +175,9 @@ class HashBackend:
             logits.append(logits_of(self._x[last]))
             drawn.append(SampledToken(token))
         self._logits = np.array(logits, np.float32)
+        if self.raises_late:
+            self.raises_late -= 1
+            raise RuntimeError("injected")
         return drawn
 
     def logits(self) -> np.ndarray:

@@ -3,10 +3,8 @@
 import ctypes
 import math
 import os
-import platform
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +13,11 @@ from hypothesis import strategies as st
 
 from relay.kernels import sampler_math as sm
 from relay.kernels.backend import SampledToken
+from relay.kernels.cpu import build, library
 from relay.kernels.cpu.sampler import CSampler
 from relay.kernels.sampler import InvalidLogits, SlotState, draw
 from relay.protocol.sampling import SamplingParams
 
-SOURCES = Path(sm.__file__).parent / "cpu"
-ISAS = {
-    "portable": ([], set()),
-    "avx2": (["-mavx2", "-mfma"], {"avx2", "fma"}),
-    "avx512": (
-        ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    ),
-}
 MATH = """
 #include "sampler_math.h"
 void test_log(const double *x, double *y, long n) { for (long i = 0; i < n; i++) y[i] = sm_log(x[i]); }
@@ -39,29 +29,20 @@ void test_philox(const int32_t *x, uint32_t *y, long n, uint32_t p, uint32_t c, 
 """
 
 
-def build(directory: Path, name: str, source: Path) -> ctypes.CDLL:
-    flags, needed = ISAS[name]
-    if needed:
-        cpu = set(Path("/proc/cpuinfo").read_text().split()) if platform.machine() == "x86_64" else set()
-        if not needed <= cpu:
-            pytest.skip(f"this CPU has no {name}")
-    target = directory / f"{source.stem}-{name}.so"
-    command = [os.environ.get("CC", "cc"), "-O3", "-std=c11", "-ffp-contract=off", *flags, f"-I{SOURCES}"]
-    subprocess.run([*command, "-shared", "-fPIC", "-o", target, source, "-lm"], check=True)
-    return ctypes.CDLL(str(target))
+@pytest.fixture(scope="module", params=library.available())
+def sampler(request: pytest.FixtureRequest) -> CSampler:
+    return CSampler(library.load(request.param))
 
 
-@pytest.fixture(scope="module", params=sorted(ISAS))
-def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CSampler:
-    return CSampler(build(tmp_path_factory.mktemp("sampler"), request.param, SOURCES / "sampler.c"))
-
-
-@pytest.fixture(scope="module", params=sorted(ISAS))
+@pytest.fixture(scope="module", params=library.available())
 def arithmetic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The inline functions of sampler_math.h, compiled as build.py compiles the kernels."""
     directory = tmp_path_factory.mktemp("math")
-    source = directory / "math.c"
+    source, target = directory / "math.c", directory / "math.so"
     source.write_text(MATH)
-    return build(directory, request.param, source)
+    flags = [*build._FLAGS, *build.variants()[request.param], f"-I{build.FOLDER}", "-shared"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", target, source, "-lm"], check=True)
+    return ctypes.CDLL(str(target))
 
 
 def call(function: Callable[..., None], x: np.ndarray, dtype: type, *rest: object) -> np.ndarray:
@@ -197,5 +178,30 @@ def test_errors_name_row_and_token(sampler: CSampler) -> None:
     logits[1, 66] = math.nan
     with pytest.raises(InvalidLogits, match="logits row 1: the logit of token 66 is nan"):
         sampler.draw_rows(logits, [state, state])
-    with pytest.raises(ValueError, match="contiguous fp32"):
+    with pytest.raises(ValueError, match="contiguous"):
         sampler.draw(logits[:, 0], state)
+
+
+def test_threads_share_the_rows(sampler: CSampler) -> None:
+    handle = library.load(library.choose(None))
+    pool = handle.pool_create(3)
+    try:
+        pooled = CSampler(handle, pool, 3)
+        generator = np.random.default_rng(9)
+        wide = (generator.normal(size=(24, 5000)) * 3).astype(np.float32)
+        logits = wide[:, :4900]  # rows lie apart, as in a buffer with a padded stride
+        states = [
+            SlotState(
+                SamplingParams(**{"max_tokens": 1, "seed": i, **VARIANTS[i % len(VARIANTS)]}), i, [i + 1] * (i + 1)
+            )
+            for i in range(24)
+        ]
+        expected = [draw(logits[i], state) for i, state in enumerate(states)]
+        for _ in range(20):
+            assert pooled.draw_rows(logits, states) == expected
+        assert sampler.draw_rows(logits, states) == expected
+        wide[[7, 20], 11] = np.nan
+        with pytest.raises(InvalidLogits, match="logits row 7"):
+            pooled.draw_rows(logits, states)
+    finally:
+        handle.pool_destroy(pool)

@@ -12,8 +12,8 @@ from relay.models.hf_config import parse_config
 WHERE = "/m/config.json"
 
 
-def parse(model_type: str = "llama", generation: dict[str, Any] | None = None, **changes: Any):
-    return parse_config({**config_json(model_type), **changes}, generation or {}, WHERE)
+def parse(family: str = "llama", generation: dict[str, Any] | None = None, **changes: Any):
+    return parse_config({**config_json(family), **changes}, generation or {}, WHERE)
 
 
 def test_llama() -> None:
@@ -116,7 +116,7 @@ def test_unserved_is_refused_by_name(model_type: str, changes: dict[str, Any], f
 )
 def test_sliding_window_in_effect_is_a_start_up_error(model_type: str, changes: dict[str, Any]) -> None:
     """B88: never silently full attention."""
-    with pytest.raises(CorruptModelError, match="sliding_window .* not served"):
+    with pytest.raises(CorruptModelError, match=r"sliding_window .* not served"):
         parse(model_type, **changes)
 
 

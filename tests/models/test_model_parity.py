@@ -1,6 +1,7 @@
 """Tiny random models: our program on our packed weights gives transformers' logits."""
 
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,8 +11,13 @@ from numpy_program import all_logits
 from tiny_models import config_json, random_tensors, write_folder
 
 from relay.errors import CorruptModelError
+from relay.kernels.backend import Backend
 from relay.models.hf_config import parse_config
 from relay.models.store import open_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from teacher_forcing import BLOCK_SIZE, forced_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -89,6 +95,35 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / name, raw)
     ids = tokens(80, raw["vocab_size"])
     assert_same_logits(our_logits(folder, tmp_path / "cache", ids), reference_logits(folder, ids))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-bias", "mistral", "qwen2", "qwen3-bias-tied", "head-dim-1-kv", "llama-yarn-rope"]
+)
+@pytest.mark.parametrize("kind", ["cpu", "reference"])
+def test_backends_give_transformers_logits(name: str, kind: str, tmp_path: Path, cpu_kernels: None) -> None:
+    """A prefilled prompt and one decode step a token, on the real backends."""
+    raw = drop_none(CASES[name])
+    folder = write_folder(tmp_path / name, raw)
+    ids = tokens(40, raw["vocab_size"])
+    theirs = reference_logits(folder, ids)
+    model = open_model(str(folder), cache_dir=tmp_path / "cache")
+    backend = make_backend(kind)
+    backend.load(model.program, model.pack)
+    backend.allocate_kv(4, BLOCK_SIZE, "float32")
+    ours = forced_logits(backend, model.program, ids[:20], ids[20:])
+    backend.close()
+    assert_same_logits(ours, theirs[19:39])
+
+
+def make_backend(kind: str) -> Backend:
+    if kind == "reference":
+        from relay.kernels.reference.backend import ReferenceBackend
+
+        return ReferenceBackend()
+    from relay.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(1, max_tokens=64, max_sampled=4)
 
 
 def test_llama3_rope_over_300_tokens(tmp_path: Path) -> None:

@@ -38,9 +38,15 @@ def create_app(
     *,
     served_names: Sequence[str] | None = None,
     limits: ApiLimits | None = None,
+    seed: int | None = None,
 ) -> Starlette:
-    """The HTTP surface of ``gateway``. ``served_names`` default to the model's own name; the first is used for metrics."""
-    context = Context(gateway, tokenizer, chat_template, served_names or (gateway.model.name,), limits or ApiLimits())
+    """The HTTP surface of ``gateway``. ``served_names`` default to the model's own name; the first is used for metrics.
+
+    ``seed``: where the seeds of requests without one are drawn from, at random if None.
+    """
+    context = Context(
+        gateway, tokenizer, chat_template, served_names or (gateway.model.name,), limits or ApiLimits(), seed
+    )
     models, health = ModelsEndpoint(context), HealthEndpoint(context)
     page = MetricsPage(context.metrics, gateway.metrics)
 

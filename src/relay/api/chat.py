@@ -22,6 +22,8 @@ from relay.api.validation import (
     with_prompt,
 )
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents"})  # of templates; they come from the request's own fields
+
 
 class ChatFormat:
     """Writes ``chat.completion`` objects and ``chat.completion.chunk`` chunks."""
@@ -94,7 +96,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         params = sampling_params(request, model, limits, logprobs)
         ids = await self._tokenize(request)
         max_tokens = fit(model.max_model_len, len(ids), asked, None, "messages")
-        submission = context.submission(request, ids, with_prompt(params, request, max_tokens), n)
+        submission = context.submission(request, ids, with_prompt(params, request, max_tokens, context.draw_seed), n)
         choices = [new_choice(k, ids, submission.params, wanted, context.detokenizer) for k in range(n)]
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
         kind = "chat.completion.chunk" if stream else "chat.completion"
@@ -120,8 +122,13 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             )
         context.check_size("".join(message["content"] for message in messages), "messages")
 
+        variables = request.chat_template_kwargs or {}
+        if not _OWN_VARIABLES.isdisjoint(variables):
+            raise bad_value("chat_template_kwargs", f"it may not hold {', '.join(sorted(_OWN_VARIABLES))}")
+
         def render() -> list[int]:
-            text = template.render(messages, variables=request.chat_template_kwargs)
+            text = template.render(messages, add_generation_prompt=True, variables=variables)
+            context.check_size(text, "messages")
             return context.tokenizer.encode(text, bool(request.add_special_tokens))
 
         try:

@@ -123,7 +123,9 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             if not ids:
                 raise bad_value("prompt", "it has no tokens")
             max_tokens = fit(model.max_model_len, len(ids), asked, DEFAULT_MAX_TOKENS, "prompt")
-            submissions.append(context.submission(request, ids, with_prompt(params, request, max_tokens), n))
+            submissions.append(
+                context.submission(request, ids, with_prompt(params, request, max_tokens, context.draw_seed), n)
+            )
         for position, submission in enumerate(submissions):
             echo = self._echo(prompts[position], tokenized[position]) if request.echo else ""
             choices.append(

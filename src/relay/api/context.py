@@ -1,14 +1,16 @@
 """What every endpoint needs: the gateway, the tokenizer, the limits, and the identity of answers."""
 
+import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from relay.api.detokenizer import Detokenizer, TokenTexts
-from relay.api.errors import ApiError
+from relay.api.errors import ApiError, context_length_exceeded
 from relay.api.metrics import ApiMetrics
 from relay.api.prompts import Prompt
 from relay.api.tokenization import TokenizerPool
@@ -80,7 +82,9 @@ class Context:
         chat_template: ChatTemplate | None,
         served_names: Sequence[str],
         limits: ApiLimits,
+        seed: int | None = None,
     ) -> None:
+        """``seed`` makes the seeds of requests without one repeatable: they are drawn in order of admission."""
         self.gateway = gateway
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -89,7 +93,8 @@ class Context:
         self.detokenizer = Detokenizer(tokenizer)
         self.pool = TokenizerPool(limits)
         self.metrics = ApiMetrics(self.served_names[0])
-        self.created = int(time.time())
+        bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
+        self.draw_seed = partial(bits, 64)
 
     def identity(self, prefix: str, kind: str, model: str | None) -> Identity:
         return Identity(prefix, kind, model or self.served_names[0], self.gateway.model.numerics_id)
@@ -97,7 +102,7 @@ class Context:
     def submission(self, request: GenerationRequest, ids: list[int], params: SamplingParams, n: int) -> Submission:
         return Submission(ids, params, n, request.cache_salt or "", bool(request.relay_capture))
 
-    async def encode_prompts(self, prompts: list[Prompt], add_special_tokens: bool, param: str) -> list[list[int]]:
+    async def encode_prompts(self, prompts: list[Prompt], add_special: bool, param: str) -> list[list[int]]:
         """Token ids of each prompt, texts tokenized in a thread. Raises ApiError for a text that cannot fit the context."""
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -106,10 +111,14 @@ class Context:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
         def work() -> list[list[int]]:
-            return [
-                self.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
+            context = self.gateway.model.max_model_len
+            tokenized = []
+            for prompt in prompts:
+                ids = self.tokenizer.encode(prompt, add_special) if isinstance(prompt, str) else prompt
+                if len(ids) > context:  # the others need not be tokenized any more
+                    raise context_length_exceeded(context, len(ids), 0, param)
+                tokenized.append(ids)
+            return tokenized
 
         return await self.pool.run(work)
 

@@ -49,7 +49,7 @@ class GenerationEndpoint(Generic[_R]):
         arrived_ns = time.monotonic_ns()
         request_id = request_id_of(scope)
         headers: Headers = [(b"x-request-id", request_id)]
-        status, answer = 499, None
+        status, answer = 500, None
         try:
             answer = await self._answer(scope, receive, headers, arrived_ns)
             answer.submit()
@@ -59,9 +59,8 @@ class GenerationEndpoint(Generic[_R]):
             status = error.status
             await error_response(error, {"x-request-id": request_id.decode()})(scope, receive, send)
         except ClientGone:
-            pass  # nobody is left to be told
+            status = 499  # nobody is left to be told
         except BaseException:
-            status = 500
             if answer is not None and not answer.over:
                 answer.stop()
             raise

@@ -1,9 +1,8 @@
 """Request fields → SamplingParams. Every value is checked here, before anything is queued; nothing is clipped in silence."""
 
 import math
-import secrets
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -143,11 +142,13 @@ def sampling_params(
     )
 
 
-def with_prompt(params: SamplingParams, request: GenerationRequest, max_tokens: int) -> SamplingParams:
+def with_prompt(
+    params: SamplingParams, request: GenerationRequest, max_tokens: int, draw_seed: Callable[[], int]
+) -> SamplingParams:
     """The parameters for one prompt. Each unseeded prompt draws its own seed: equal prompts must not give clones."""
     if params.min_tokens > max_tokens:
         raise bad_value("min_tokens", f"it must be an integer from 0 to max_tokens ({max_tokens})")
-    seed = params.seed if request.seed is not None else secrets.randbits(64)
+    seed = params.seed if request.seed is not None else draw_seed()
     return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
 
 

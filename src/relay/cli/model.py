@@ -10,9 +10,10 @@ import click
 
 from relay.models.cache import cached_packs, remove_cached
 from relay.models.catalogue import DEFAULT_MODEL
+from relay.models.loaded import LoadedModel
 from relay.models.pack import Storage
 from relay.models.progress import console_progress
-from relay.models.store import LoadedModel, ModelStore, default_cache_dir
+from relay.models.store import ModelStore, default_cache_dir
 
 _cache_option = click.option(
     "--cache-dir",

@@ -16,12 +16,12 @@ import click
 import uvloop
 
 from relay.cli.listener import open_listener
-from relay.cli.workers import LocalWorkers
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
-from relay.errors import StartupError, UsageError
+from relay.errors import DoesNotFitError, StartupError, UsageError
+from relay.local.workers import LocalWorkers
 
 if TYPE_CHECKING:
     from relay.models.store import LoadedModel
@@ -95,23 +95,18 @@ class Server:
         with self._phases.measure("model"):
             model = await asyncio.to_thread(_open_model, config)
         name = config.served_model_name or model.name
-        limit = model.max_model_len
-        if config.worker.max_model_len is not None and config.worker.max_model_len > limit:
-            raise StartupError(
-                f"--max-model-len {config.worker.max_model_len} is over the {limit} positions of {model.name}"
-            )
         info = ModelInfo(
             name=name,
             model_digest=model.digest,
             numerics_id="",  # the first worker names it
             vocab_size=model.config.vocab,
-            max_model_len=config.worker.max_model_len or limit,
+            max_model_len=self._context(model),
             created=int(time.time()),
             eos_token_ids=model.config.eos_token_ids,
         )
         log = WorkerLog(hold=config.log_level != "debug")
         workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
-        shell = GatewayShell(GatewayCore(config.control, info, config.slots), workers)
+        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
         workers.attach(shell)
         http: HttpServer | None = None
         try:
@@ -124,8 +119,9 @@ class Server:
             http.start()
             if await self._complete(shell, workers, http):
                 self._phases.seconds["workers"] = time.monotonic() - started
+                self._fit_context(shell)
                 log.release()
-                self._banner(model)
+                self._banner(model, shell)
                 await self._serve(shell, http)
         finally:
             shell.stop()
@@ -134,6 +130,13 @@ class Server:
             await workers.close(0.0 if self._hurry.is_set() else STOP_GRACE_S)
             await shell.close()
         return 0
+
+    def _context(self, model: "LoadedModel") -> int:
+        """The longest sequence asked for, or the model's. Raises UsageError for more than the model can."""
+        asked, limit = self._config.worker.max_model_len, model.max_model_len
+        if asked is not None and asked > limit:
+            raise UsageError(f"--max-model-len {asked} is over the {limit} positions of {model.name}")
+        return asked or limit
 
     async def _complete(self, shell: GatewayShell, workers: LocalWorkers, http: "HttpServer") -> bool:
         """Until the cluster is ready. False: a signal came first. Raises StartupError or the worker's own kind of error."""
@@ -150,9 +153,23 @@ class Server:
             raise workers.explain(gave_up.worker, gave_up.status, gave_up.reason)
         return not self._drain.is_set()
 
+    def _fit_context(self, shell: GatewayShell) -> None:
+        """No context longer than every worker's whole KV cache. Raises DoesNotFitError if a longer one was asked for."""
+        asked, holds = shell.model.max_model_len, shell.kv_tokens()
+        if asked <= holds:
+            return
+        if self._config.worker.max_model_len is not None:
+            size = self._config.worker.kv_cache_memory_bytes
+            raise DoesNotFitError(
+                f"--max-model-len {asked} does not fit: a KV cache of {size} bytes (--kv-cache-memory) holds {holds} tokens"
+            )
+        shell.limit_context(holds)
+
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:
         """Until a signal or the end of the HTTP server; then let running requests finish within the grace period."""
-        waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())}
+        waits: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(wait) for wait in (self._drain.wait(), http.ended.wait())
+        }
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -172,7 +189,7 @@ class Server:
             self._drain.set()
             self._hurry.set()
 
-    def _banner(self, model: "LoadedModel") -> None:
+    def _banner(self, model: "LoadedModel", shell: GatewayShell) -> None:
         config = self._config
         host, port = self._listener.getsockname()[:2]
         shown = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
@@ -181,7 +198,9 @@ class Server:
         workers = ", ".join(worker for worker, _ in config.slots)
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
         click.echo(f"Relay serves {name} at {url}")
-        click.echo(f"workers  {workers} ({config.worker.backend})")
+        context = shell.model.max_model_len
+        limited = f", limited by the KV cache from {model.max_model_len}" if context < self._context(model) else ""
+        click.echo(f"workers  {workers} ({config.worker.backend}), context {context} tokens{limited}")
         click.echo(f"ready    {self._phases.line()}")
         click.echo(f"try      curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
         sys.stdout.flush()
@@ -235,4 +254,4 @@ def _open_model(config: ServeConfig) -> "LoadedModel":
 def _create_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
     from relay.api.app import create_app
 
-    return create_app(shell, model.tokenizer, model.chat_template)
+    return create_app(shell, model.tokenizer, model.chat_template, seed=config.seed)

@@ -46,8 +46,11 @@ class CloseWorker:
 
 @dataclass(slots=True)
 class LaunchWorker:
+    """``cause``: why the life before ended, empty for the first."""
+
     worker: WorkerKey
     role: Role
+    cause: str = ""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from relay.control.shell import GatewayShell
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
+RECEIVE_BUFFER_BYTES = 256 * 1024  # a gateway that lags tells its engines so, instead of letting megabytes wait unseen
 HELLO_DEADLINE_S = 10.0
 _INCOMING = AgentToGateway | EngineToGateway
 
@@ -41,6 +42,7 @@ class Connection(asyncio.Protocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         self._deadline = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._no_hello)
 
     def data_received(self, data: bytes) -> None:

@@ -94,7 +94,7 @@ class GatewayCore:
         """Apply one event; returns the commands to carry out, in order."""
         self._events[type(event)](event, now_ns)
         state = self.state
-        if len(state.queue):
+        if state.changed and len(state.queue):
             self._dispatcher.pump(now_ns)
         commands = state.commands
         if commands:
@@ -172,10 +172,13 @@ class GatewayCore:
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
-        worker.full = False
+        if worker.full:
+            worker.full = False
+            self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
         worker.cache_changed(message)
+        self.state.changed = True
 
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
         self._membership.drain(worker, now_ns)
@@ -198,6 +201,8 @@ class GatewayCore:
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
             worker.full = False
+            worker.stop_expecting_old(now_ns)
+        self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
     def _deadlines(self, now_ns: int) -> None:

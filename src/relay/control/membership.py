@@ -40,7 +40,7 @@ class Membership:
 
     def launch(self, worker: Worker, now_ns: int) -> None:
         worker.begin(worker.incarnation + 1, now_ns)
-        self._state.commands.append(LaunchWorker(worker.key, worker.role))
+        self._state.commands.append(LaunchWorker(worker.key, worker.role, worker.last_cause))
 
     def connected(self, event: WorkerConnected, now_ns: int) -> None:
         hello = event.hello
@@ -117,6 +117,7 @@ class Membership:
         if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
             self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
         worker.last_cause = f"engine exited with {how}"
+        worker.engine_exit = message
         crashed = message.signal in CRASH_SIGNALS or (message.signal is None and message.status not in (0, None))
         victims, worker.victims = worker.victims, []
         if crashed:
@@ -142,9 +143,9 @@ class Membership:
         self._state.commands.append(CloseWorker(worker.key))
         self._state.commands += [CancelTimer(("fence", worker.id)), CancelTimer(("reap", worker.id))]
         restart = self._state.config.restart
-        status = worker.exit.status if worker.exit else None
+        end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
+        status, signal = (end.status, end.signal) if end else (None, None)
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
-            signal = worker.exit.signal if worker.exit else None
             worker.gave_up = True
             worker.move(WorkerTrigger.STOP, now_ns)
             self._state.commands.append(WorkerGaveUp(worker.key, status, signal, worker.last_cause))

@@ -12,7 +12,7 @@ from relay.control.transitions import ChoiceState, Trigger
 from relay.control.workers import Worker
 from relay.protocol.messages import Accept, Cancel, Prefill, Refuse, Reserve, Run
 
-SCAN_LIMIT = 64  # waiting choices looked at for one change of the cluster
+SCAN_LIMIT = 128  # waiting choices looked at for one change of the cluster
 
 
 class Dispatcher:
@@ -23,12 +23,14 @@ class Dispatcher:
         self._router = router
 
     def submit(self, request: Request) -> None:
+        self._state.changed = True
         for choice in request.choices:
             self._state.queue.add_new(choice)
 
     def pump(self, now_ns: int) -> None:
         """Place what can be placed, in order. A choice that cannot go now does not hold up those behind it."""
         queue = self._state.queue
+        self._state.changed = False
         progress = True
         while progress and len(queue) and self._router.any_room():
             progress = False
@@ -52,7 +54,7 @@ class Dispatcher:
         decode, prefill = placement.decode, placement.prefill
         choice.decode, choice.prefill = decode, prefill
         hashes = choice.hashes(decode.numerics_id)
-        decode.expect(hashes)
+        decode.expect(choice, hashes)
         if prefill is None:
             choice.move(Trigger.RUN, now_ns)
             decode.book(choice, placement.uncached_decode, now_ns)
@@ -66,7 +68,7 @@ class Dispatcher:
         choice.move(Trigger.RESERVE, now_ns)
         choice.transfer = state.next_transfer
         state.next_transfer += 1
-        prefill.expect(hashes)
+        prefill.expect(choice, hashes)
         prefill.book(choice, placement.uncached_prefill, now_ns)
         decode.book(choice, 0, now_ns)
         decode.reserving += 1
@@ -91,6 +93,7 @@ class Dispatcher:
         assert worker.engine is not None
         worker.reserving -= 1
         worker.tight = False
+        self._state.changed = True
         choice.move(Trigger.ACCEPT, now_ns)
         order = Prefill(
             work=choice.work(),
@@ -205,6 +208,7 @@ class Dispatcher:
 
     def _leave(self, choice: Choice) -> None:
         """Take the choice off its workers and out of the queue."""
+        self._state.changed = True
         if choice.state is ChoiceState.RESERVING and choice.decode is not None:
             choice.decode.reserving -= 1
         for worker in (choice.prefill, choice.decode):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from relay.config import SECOND
 from relay.control.requests import Choice
 from relay.control.state import ClusterState
 from relay.control.transitions import WorkerState
@@ -10,6 +11,7 @@ from relay.control.workers import Worker
 from relay.protocol.block_hash import UNIT_TOKENS
 
 SEQUENCE_COST_TOKENS = 32  # a running sequence delays a newcomer about as much as this many prompt tokens
+COMPUTE_WEIGHT = 2  # a token computed again costs this request its wait and everybody the work
 SUSPECT_COST_TOKENS = 1 << 40
 
 
@@ -24,11 +26,10 @@ class Placement:
 
 
 class Router:
-    """Chooses by one cost in tokens: those booked on the worker, those of this choice it has not cached, and its sequences.
+    """Chooses by one cost in tokens: those booked on the worker, its sequences, and twice those of this choice it has not cached.
 
-    With equal load the longest cached prefix wins; a long prefix does not draw everything to one worker whose queue is longer
-    than what the prefix saves. Roles are preferences: without a live decode worker any worker decodes, without a live
-    prefill worker D prefills.
+    So the longest cached prefix wins until load outweighs what it saves. Roles are preferences: without a live decode
+    worker any worker decodes, without a live prefill worker D prefills.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -51,18 +52,21 @@ class Router:
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
-
         decode = self._cheapest(decoders, uncached, lambda worker: worker.has_room)
         if decode is None:
             return None
-        if not prefillers or self._prefers_one_worker(choice, uncached[decode.id]):
-            return Placement(decode, None, uncached[decode.id], 0)
+        alone = Placement(decode, None, uncached[decode.id], 0)
+        retry = self._state.config.retry
+        if not prefillers or choice.transfer_failures >= retry.max_transfer_failures:
+            return alone
+        short = self._state.config.short_prompt_tokens
+        if uncached[decode.id] < short:
+            # Unless the rest of its prefix is on its way to D: then it waits, and D has the prefix once instead of many times.
+            return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
         with_kv_room = self._cheapest(decoders, uncached, lambda worker: worker.can_reserve)
         if with_kv_room is None:
-            patience_ns = int(self._state.config.retry.full_patience_s * 1e9)
-            if choice.full_since_ns and now_ns - choice.full_since_ns >= patience_ns:
-                return Placement(decode, None, uncached[decode.id], 0)
-            return None
+            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
+            return None if patient else alone
         prefill = self._cheapest(prefillers, uncached, lambda worker: worker.has_room)
         if prefill is None:
             return None
@@ -71,13 +75,15 @@ class Router:
     def _may_serve(self, worker: Worker, choice: Choice) -> bool:
         return choice.numerics_id is None or worker.numerics_id == choice.numerics_id
 
-    def _prefers_one_worker(self, choice: Choice, uncached: int) -> bool:
-        config = self._state.config
-        return uncached < config.short_prompt_tokens or choice.transfer_failures >= config.retry.max_transfer_failures
+    @staticmethod
+    def _cached_tokens(worker: Worker, choice: Choice) -> int:
+        return worker.cached_units(choice.hashes(worker.numerics_id)) * UNIT_TOKENS
 
-    def _uncached(self, worker: Worker, choice: Choice) -> int:
-        cached = worker.cached_units(choice.hashes(worker.numerics_id)) * UNIT_TOKENS
-        return max(1, choice.num_tokens - cached)  # the last token is always computed
+    @staticmethod
+    def _uncached(worker: Worker, choice: Choice) -> int:
+        """Tokens to compute or receive there, counting what is on its way; the last token is always computed."""
+        coming = worker.coming_units(choice.hashes(worker.numerics_id)) * UNIT_TOKENS
+        return max(1, choice.num_tokens - coming)
 
     @staticmethod
     def _cheapest(workers: Iterable[Worker], uncached: dict[str, int], fits: Callable[[Worker], bool]) -> Worker | None:
@@ -86,7 +92,9 @@ class Router:
         for worker in workers:
             if not fits(worker):
                 continue
-            cost = worker.backlog_tokens + uncached[worker.id] + SEQUENCE_COST_TOKENS * len(worker.live)
+            cost = (
+                worker.backlog_tokens + COMPUTE_WEIGHT * uncached[worker.id] + SEQUENCE_COST_TOKENS * len(worker.live)
+            )
             if worker.suspect:
                 cost += SUSPECT_COST_TOKENS
             if best is None or cost < best_cost:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from relay.clock import Clock, MonotonicClock
@@ -130,6 +131,14 @@ class GatewayShell:
         """Until every worker is ready once, or one gave up (which is returned)."""
         await self._complete.wait()
         return self.gave_up
+
+    def kv_tokens(self) -> int:
+        """Tokens that the smallest KV cache of the workers holds; 0 before any is known."""
+        return min((worker.kv_tokens for worker in self._core.state.workers.values()), default=0)
+
+    def limit_context(self, num_tokens: int) -> None:
+        """Serve no longer sequences than this."""
+        self._core.state.model = replace(self.model, max_model_len=num_tokens)
 
     async def drain(self, grace_s: float) -> bool:
         """Take no new requests; wait at most ``grace_s`` for the running ones. True: all ended by themselves."""
@@ -304,7 +313,10 @@ class GatewayShell:
                 connection.close()
 
     def _launch(self, command: LaunchWorker) -> None:
-        logger.info("starting %s (incarnation %d)", command.worker.worker, command.worker.incarnation)
+        if command.cause:
+            logger.warning("restarting %s (incarnation %d): %s", *command.worker, command.cause)
+        else:
+            logger.info("starting %s (incarnation %d)", *command.worker)
         self._launcher.start(command.worker, command.role)
 
     def _worker_gave_up(self, command: WorkerGaveUp) -> None:

@@ -33,6 +33,7 @@ class ClusterState:
         self.was_complete = False
         self.draining = False
         self.stopped = False
+        self.changed = False  # something happened that may let a waiting choice go
         self.no_worker_since_ns: int | None = None
 
     def current(self, key: WorkerKey) -> Worker | None:

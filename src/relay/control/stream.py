@@ -69,6 +69,7 @@ class TokenPath:
         if choice.prefill is not None:
             choice.prefill.unbook(choice)
             choice.prefill = None
+            self._state.changed = True
         self._commit(choice, worker, entry, now_ns)
 
     def _commit(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
@@ -94,6 +95,7 @@ class TokenPath:
             choice.progressed()
             if worker.exclusive is choice and not choice.blames:
                 worker.exclusive = None
+                self._state.changed = True
         self._state.commands.append(
             Deliver(
                 choice.request.id,

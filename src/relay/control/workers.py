@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from relay.config import MILLISECOND
 from relay.control.events import LauncherExited
-from relay.control.transitions import WORKER_TRANSITIONS, WorkerState, WorkerTrigger
+from relay.control.transitions import WORKER_TRANSITIONS, ChoiceState, WorkerState, WorkerTrigger
 from relay.ids import WorkerKey
-from relay.protocol.messages import CacheChanged, Heartbeat, Hello, Load, Role
+from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello, Load, Role
 
 if TYPE_CHECKING:
     from relay.control.requests import Choice
 
-MAX_EXPECTED_UNITS = 4096
+REPORT_PATIENCE_NS = 200 * MILLISECOND
 MAX_CACHED_UNITS = 1 << 20
 
 
@@ -45,6 +45,7 @@ class Worker:
         self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
         self.last_cause = ""
         self.exit: LauncherExited | None = None
+        self.engine_exit: EngineExited | None = None
         self.gave_up = False
         # load
         self.load: Load | None = None
@@ -57,7 +58,8 @@ class Worker:
         self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
         # prefix cache
         self.cached: set[bytes] = set()
-        self.expected: OrderedDict[bytes, None] = OrderedDict()  # of work sent here and not reported yet
+        self.expected: dict[bytes, Choice] = {}  # units that work placed here will bring, and whose they are
+        self.promises: dict[Choice, list[bytes]] = {}
         self.cache_sequence = -1
 
     @property
@@ -102,7 +104,7 @@ class Worker:
         self.beat = None
         self.frozen_since_ns = 0
         self.suspect = False
-        self.exit = None
+        self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
         self.victims = []
         self.load = None
@@ -125,6 +127,7 @@ class Worker:
 
     def unbook(self, choice: Choice) -> None:
         self.backlog_tokens -= self.live.pop(choice, 0)
+        self.stop_expecting(choice)
         self.full = False
         if self.exclusive is choice:
             self.exclusive = None
@@ -134,6 +137,7 @@ class Worker:
     def forget_cache(self) -> None:
         self.cached.clear()
         self.expected.clear()
+        self.promises.clear()
         self.cache_sequence = -1
 
     def cache_changed(self, message: CacheChanged) -> None:
@@ -143,21 +147,44 @@ class Worker:
         self.cache_sequence = message.sequence
         self.cached.difference_update(message.removed)
         self.cached.update(message.added)
-        for unit in message.removed:
+        for unit in message.added:
             self.expected.pop(unit, None)
         if len(self.cached) > MAX_CACHED_UNITS:
             self.cached.clear()
 
-    def expect(self, hashes: Iterable[bytes]) -> None:
-        """Work with this prefix was sent here: it will be cached, so that what shares it should follow."""
-        for unit in hashes:
-            if unit not in self.cached:
-                self.expected[unit] = None
-        while len(self.expected) > MAX_EXPECTED_UNITS:
-            self.expected.popitem(last=False)
+    def expect(self, choice: Choice, hashes: Iterable[bytes]) -> None:
+        """``choice`` was placed here: its prefix will be cached, so that what shares it should follow."""
+        units = [unit for unit in hashes if unit not in self.cached and unit not in self.expected]
+        self.promises[choice] = units
+        self.expected.update(dict.fromkeys(units, choice))
+
+    def stop_expecting(self, choice: Choice) -> None:
+        """Kept or broken, the promise of ``choice`` is over."""
+        for unit in self.promises.pop(choice, ()):
+            if self.expected.get(unit) is choice:
+                del self.expected[unit]
+
+    def stop_expecting_old(self, now_ns: int) -> None:
+        """What runs has had its blocks published; what was not reported since is not cached (evicted, or too short)."""
+        for choice in list(self.promises):
+            if (
+                choice.state is ChoiceState.RUNNING
+                and choice.committed
+                and now_ns - choice.changed_ns >= REPORT_PATIENCE_NS
+            ):
+                self.stop_expecting(choice)
 
     def cached_units(self, hashes: list[bytes]) -> int:
-        """Length of the longest prefix of ``hashes`` held here, in units."""
+        """Length of the longest prefix of ``hashes`` that is cached here, in units."""
+        count = 0
+        for unit in hashes:
+            if unit not in self.cached:
+                break
+            count += 1
+        return count
+
+    def coming_units(self, hashes: list[bytes]) -> int:
+        """The same with what placed work will bring."""
         count = 0
         for unit in hashes:
             if unit not in self.cached and unit not in self.expected:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from relay.engine.block_pool import BlockPool, BlockState
 from relay.engine.limits import SchedulerLimits
 from relay.engine.prefix_cache import PrefixCache
-from relay.engine.sequence import Sequence, SequenceState
+from relay.engine.sequence import Sequence
 from relay.protocol.block_hash import UNIT_TOKENS
 
 MIN_COPY_SHARE = 8  # copy a part of a block when it saves computing at least 1/8 of the block's tokens
@@ -69,6 +69,17 @@ class KvSpace:
         self.pool.release((sequence.blocks[index],), after_step)
         sequence.blocks[index] = block
 
+    def own_tokens(self, sequence: Sequence, start: int, count: int) -> int:
+        """How many of positions start..start+count-1 come before a published block, which must not be written.
+
+        Less than ``count`` only where a rolled back sequence has adopted blocks ahead of what it has computed.
+        """
+        size = self._block_size
+        for index in range(start // size, -(-(start + count) // size)):
+            if sequence.blocks[index] in self.cache:
+                return index * size - start
+        return count
+
     def free(self, sequence: Sequence, after_step: int) -> None:
         """Take all blocks away, the end of the sequence to be evicted first."""
         if sequence.tail_key is not None:
@@ -125,7 +136,7 @@ class KvSpace:
         return (source, count) if count * MIN_COPY_SHARE >= size else None
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert I8 and I9 over ``sequences``, which must be all that hold blocks."""
+        """Assert I8 and I9 over ``sequences``, all that there are."""
         holders: dict[int, int] = {}
         for sequence in sequences:
             assert sequence.capacity == len(sequence.blocks) * self._block_size
@@ -133,7 +144,7 @@ class KvSpace:
             for block in sequence.blocks:
                 holders[block] = holders.get(block, 0) + 1
             if sequence.tail_key is not None:
-                assert sequence.state is not SequenceState.WAITING, "a waiting sequence lists a tail"
+                assert sequence.blocks, "a sequence without blocks lists a tail"
         self.pool.check(holders)
         self.cache.check()
         for key, sequence in self._tails.items():

@@ -4,10 +4,11 @@
 moved by one unit in the last place. Both must turn the verification red; nothing else uses this module.
 """
 
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
 
+from relay.errors import UsageError
 from relay.kernels.backend import Backend, Batch
 from relay.kernels.program import Program, RopeWriteKv
 from relay.kernels.weights import PackedMatrix, WeightSource
@@ -71,3 +72,10 @@ class PerturbedBackend:
         self._inner.read_kv(0, table, first, 1, memoryview(data))
         data[0] ^= 1
         self._inner.write_kv(0, table, first, 1, memoryview(data))
+
+
+def perturbed(inner: Backend, kind: str) -> Backend:
+    """``inner`` made wrong as ``kind`` says. Raises UsageError for an unknown kind."""
+    if kind not in get_args(Perturbation):
+        raise UsageError(f"unknown perturbation {kind!r}; known: {', '.join(get_args(Perturbation))}")
+    return cast(Backend, PerturbedBackend(inner, cast(Perturbation, kind)))

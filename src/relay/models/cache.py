@@ -2,7 +2,8 @@
 
 ::
 
-    packs/NAME.pack   NAME: a short name, ``org--name`` of a repository, ``local-STEM-PATHKEY-STATEKEY`` of files elsewhere;
+    packs-vN/NAME.pack, N the pack version.
+                      NAME: a short name, ``org--name`` of a repository, ``local-STEM-PATHKEY-STATEKEY`` of files elsewhere;
                       ``.float32`` before ``.pack`` where weights were widened
     files/            fetched model files, kept so that packing anew needs no network
     locks/            one file a pack being made
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from relay.errors import CorruptModelError, ModelNotFoundError
 from relay.models.catalogue import ALIASES
-from relay.models.pack import Pack
+from relay.models.pack import VERSION, Pack
 
 PACK_SUFFIX = ".pack"
 
@@ -31,7 +32,7 @@ class CachedPack:
 
 
 def packs_dir(cache_dir: Path) -> Path:
-    return cache_dir / "packs"
+    return cache_dir / f"packs-v{VERSION}"
 
 
 def repository_pack_name(repository: str) -> str:

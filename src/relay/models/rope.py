@@ -120,4 +120,5 @@ def _yarn(powers: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
     ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), np.float32(0), one)
     kept = one - ramp
     interpolated = one / (np.float32(rope.factor) * powers)
-    return ((interpolated * (one - kept)) + (one / powers) * kept).astype(np.float32)
+    mixed: np.ndarray = interpolated * (one - kept) + (one / powers) * kept
+    return mixed

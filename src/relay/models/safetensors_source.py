@@ -1,9 +1,7 @@
 """A Hugging Face folder (config.json, safetensors in one file or shards, tokenizer.json) as a Checkpoint."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +10,7 @@ from relay.kernels.packing import MatrixSource, from_bf16, from_f16, from_f32
 from relay.models.checkpoint import TokenizerFiles
 from relay.models.config import ModelConfig
 from relay.models.hf_config import parse_config
+from relay.models.hf_tokenizer import optional_json, read_json, read_tokenizer_files
 from relay.models.layout import weight_items
 from relay.models.safetensors_file import SafetensorsFile
 
@@ -44,7 +43,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         """Raises CorruptModelError naming file and field or tensor."""
         self._folder = folder
-        generation = _optional_json(folder / "generation_config.json")
+        generation = optional_json(folder / "generation_config.json")
         self._config = parse_config(read_json(folder / "config.json"), generation, str(folder / "config.json"))
         self._tokenizer = read_tokenizer_files(folder, generation)
         self._files = _open_files(folder)
@@ -109,23 +108,6 @@ def file_name(part: str) -> str:
     return f"model.layers.{layer}.{_LAYER_PARTS[kind]}"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CorruptModelError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CorruptModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CorruptModelError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CorruptModelError(f"{path}: not a JSON object")
-    return value
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """Tensor name → the file that holds it."""
     if (folder / INDEX).exists():
@@ -147,39 +129,3 @@ def _shard(folder: Path, name: str) -> Path:
     if Path(name).name != name:
         raise CorruptModelError(f"{folder / INDEX}: shard {name!r} is outside the folder")
     return folder / name
-
-
-def read_tokenizer_files(folder: Path, generation: dict[str, Any]) -> TokenizerFiles:
-    """tokenizer.json with what tokenizer_config.json and the chat template files add to it."""
-    path = folder / "tokenizer.json"
-    settings = _optional_json(folder / "tokenizer_config.json")
-    special = _special_tokens({**_optional_json(folder / "special_tokens_map.json"), **settings})
-    return TokenizerFiles(
-        json=path.read_text(encoding="utf-8") if path.exists() else "",
-        chat_template=_chat_template(folder, settings),
-        special_tokens=special,
-        generation={key: value for key, value in generation.items() if not key.startswith("_")},
-    )
-
-
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    roles = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-    found = {}
-    for role in roles:
-        value = settings.get(role)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[role] = value
-    return found
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json (a list of named ones: ``default``)."""
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    value = _optional_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict) and "name" in entry}
-        value = named.get("default")
-    return value if isinstance(value, str) else None

@@ -10,73 +10,23 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from relay.errors import CorruptModelError, ModelNotFoundError
-from relay.kernels.program import Program
+from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
 from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
-from relay.models.chat_template import ChatTemplate, ChatTemplateError
-from relay.models.checkpoint import Checkpoint, TokenizerFiles
-from relay.models.config import ModelConfig
+from relay.models.checkpoint import Checkpoint
 from relay.models.fetch import Fetcher, NetworkFetcher, missing_offline
 from relay.models.llama import build_program
+from relay.models.loaded import LoadedModel
 from relay.models.pack import VERSION, Pack, Storage
 from relay.models.packer import write_pack
 from relay.models.progress import NoProgress, Progress
-from relay.models.tokenizer import Tokenizer
+
+__all__ = ["LoadedModel", "ModelStore", "default_cache_dir", "open_checkpoint", "open_model"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """An open model. Texts are decoded when first asked for: workers need none of them."""
-
-    name: str
-    pack: Pack
-    program: Program
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.pack.config
-
-    @property
-    def digest(self) -> str:
-        return self.pack.digest
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens a sequence may have: the rows of the RoPE tables."""
-        return self.pack.config.max_positions
-
-    @cached_property
-    def tokenizer_files(self) -> TokenizerFiles:
-        return self.pack.tokenizer_files()
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Raises CorruptModelError if the model has no usable tokenizer."""
-        return Tokenizer(self.tokenizer_files.json, str(self.pack.path))
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        """None if the model has no template. Raises CorruptModelError for one that does not compile."""
-        files = self.tokenizer_files
-        if files.chat_template is None:
-            return None
-        try:
-            return ChatTemplate(files.chat_template, files.special_tokens)
-        except ChatTemplateError as error:
-            raise CorruptModelError(f"{self.pack.path}: {error}") from error
-
-    @property
-    def generation_defaults(self) -> dict[str, object]:
-        """generation_config.json of the model, empty if it had none."""
-        return self.tokenizer_files.generation
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
@@ -142,8 +92,8 @@ class ModelStore:
     def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
         """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
         suffix = _STORAGE_SUFFIX[storage] + PACK_SUFFIX
-        local = Path(argument).expanduser()
-        if local.exists():
+        local = _local_path(argument)
+        if local is not None:
             if local.suffix == PACK_SUFFIX:
                 return local.stem, local
             return local.resolve().stem, self.packs_dir / (_local_name(local) + suffix)
@@ -161,21 +111,24 @@ class ModelStore:
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
         if not path.exists():
-            with _locked(self.cache_dir / "locks" / path.name):
-                if not path.exists():
-                    write_pack(
-                        self._checkpoint(argument),
-                        path,
-                        storage=storage,
-                        progress=self._progress,
-                        label=f"packing {name}",
-                    )
-                    _remove_outdated(path)
+            try:
+                self._make_pack(argument, name, path, storage)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write the cache folder {self.cache_dir}: {error.strerror or error}"
+                ) from error
         return name, path
 
+    def _make_pack(self, argument: str, name: str, path: Path, storage: Storage) -> None:
+        with _locked(self.cache_dir / "locks" / path.name):
+            if not path.exists():  # else another process made it while we waited
+                source = self._checkpoint(argument)
+                write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                _remove_outdated(path)
+
     def _checkpoint(self, argument: str) -> Checkpoint:
-        local = Path(argument).expanduser()
-        if local.exists():
+        local = _local_path(argument)
+        if local is not None:
             return open_checkpoint(local)
         if argument in ALIASES:
             return open_checkpoint(self._packaged_file(argument, ALIASES[argument]))
@@ -202,6 +155,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from relay.models.gguf_source import GgufSource
 
     return GgufSource(path)
+
+
+def _local_path(argument: str) -> Path | None:
+    """``argument`` as a path, if something is there."""
+    try:
+        path = Path(argument).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # too long for a name, or the home of an unknown user: no path then
+        return None
 
 
 def _local_name(path: Path) -> str:

@@ -9,6 +9,7 @@ from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.errors import CorruptModelError, DoesNotFitError, ModelNotFoundError, UsageError
 from relay.kernels.backend import Backend
 from relay.kernels.numerics import numerics_id
+from relay.kernels.perturbed import perturbed
 from relay.models.llama import build_program
 from relay.models.pack import Pack
 from relay.transfer.checksum import crc32c
@@ -52,6 +53,8 @@ def assemble(spec: WorkerSpec) -> Engine:
             f"{spec.block_size} tokens need {block_bytes} bytes"
         )
     backend, checksum = _backend(spec)
+    if spec.perturb:
+        backend = perturbed(backend, spec.perturb)
     backend.load(program, pack)
     backend.allocate_kv(num_blocks, spec.block_size, spec.kv_cache_dtype)
     name = numerics_id({**backend.numerics(), "model": pack.digest})

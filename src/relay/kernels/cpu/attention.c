@@ -67,11 +67,11 @@ typedef struct {
 /* p[r][key] = chain over the head dimension of q[r] * k[key]. */
 INLINE void score_tile(const int R, const int V, const float *q, const float *const *k, float *p, int D)
 {
-    v16 acc[R][V];
+    v16 acc[MOST_ROWS][4];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_zero();
     for (int d = 0; d < D; d++) {
-        v16 kd[V];
+        v16 kd[4];
         UNROLL for (int v = 0; v < V; v++) kd[v] = v_load(k[v] + d * UNIT);
         UNROLL for (int r = 0; r < R; r++) {
             v16 qd = v_set1(q[r * D + d]);
@@ -85,7 +85,7 @@ INLINE void score_tile(const int R, const int V, const float *q, const float *co
 /* acc[r] = acc[r] * scale[r], then fma(p[r][key], v[key], acc[r]) for the first `count` keys ascending. */
 INLINE void value_tile(const int R, const int V, const float *p, const float *const *values, int count, const float *scale, float *out, int D)
 {
-    v16 acc[R][V];
+    v16 acc[MOST_ROWS][4];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_mul(v_load(out + r * D + 16 * v), v_set1(scale[r]));
     for (int unit = 0; unit * UNIT < count; unit++) {
@@ -93,7 +93,7 @@ INLINE void value_tile(const int R, const int V, const float *p, const float *co
         const float *weight = p + unit * UNIT;
         const int left = count - unit * UNIT < UNIT ? count - unit * UNIT : UNIT;
         for (int key = 0; key < left; key++, row += D, weight++) {
-            v16 x[V];
+            v16 x[4];
             UNROLL for (int v = 0; v < V; v++) x[v] = v_load(row + 16 * v);
             UNROLL for (int r = 0; r < R; r++) {
                 v16 pr = v_set1(weight[r * TILE]);
@@ -138,7 +138,7 @@ INLINE void soften(const int R, float *p, float *m, float *l, const int32_t *vis
 
 INLINE void rows_of_tile(const int R, const state_t *s, int row, const keys_t *keys, int tile_start, int count, float c, int D)
 {
-    float scale[R];
+    float scale[MOST_ROWS];
     const int V = TILE_VECTORS(R);
     UNROLL for (int u = 0; u < 4; u += V) score_tile(R, V, s->q + row * D, keys->k + u, s->p + u * UNIT, D);
     soften(R, s->p, s->m + row, s->l + row, s->visible + row, tile_start, c, scale);

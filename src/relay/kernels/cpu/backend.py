@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from relay.kernels.cpu import library, records
 from relay.kernels.cpu.memory import reserve
 from relay.kernels.cpu.programs import BoundProgram, bind_program
 from relay.kernels.cpu.sampler import CSampler
+from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Geometry, Program
 from relay.kernels.sampler import SlotState
 from relay.kernels.weights import WeightSource
@@ -58,7 +60,7 @@ class CpuBackend:
         self._last_tokens = np.full(max_sampled, -1, np.int32)
         self._bind_last_tokens()
         self._slots: dict[int, SlotState] = {}
-        self._sampler = CSampler(self._library)
+        self._sampler = CSampler(self._library, self._pool, threads)
         self._bound: _Bound | None = None
         self._num_captured = 0
 
@@ -95,7 +97,9 @@ class CpuBackend:
         if dtype not in _KV_BYTES:
             raise UsageError(f"KV cache dtype {dtype!r}: use {' or '.join(_KV_BYTES)}")
         if block_size < 16 or block_size % 16 or num_blocks < 1:
-            raise UsageError(f"{num_blocks} blocks of {block_size} tokens: a block holds a positive multiple of 16 tokens")
+            raise UsageError(
+                f"{num_blocks} blocks of {block_size} tokens: a block holds a positive multiple of 16 tokens"
+            )
         layer_bytes = 2 * block_size * geometry.kv_width * _KV_BYTES[dtype]
         model = self._model
         model.layer_bytes, model.block_bytes = layer_bytes, layer_bytes * geometry.num_layers
@@ -142,7 +146,9 @@ class CpuBackend:
             return bound
         tokens, rows, sampled = len(batch.token_ids), len(batch.slots), len(batch.sampled_rows)
         if not 0 < tokens <= self._max_tokens or sampled > self._max_sampled:
-            raise ValueError(f"{tokens} tokens and {sampled} sampled rows; at most {self._max_tokens} and {self._max_sampled}")
+            raise ValueError(
+                f"{tokens} tokens and {sampled} sampled rows; at most {self._max_tokens} and {self._max_sampled}"
+            )
         if len(batch.positions) != tokens or len(batch.row_starts) != rows + 1 or len(batch.block_tables) != rows:
             raise ValueError("the arrays of the batch have different lengths")
         if not self._kv.size:
@@ -167,7 +173,7 @@ class CpuBackend:
         bound = self._bind_batch(batch)
         slots = [int(bound.arrays[3][row]) for row in bound.arrays[5]]
         logits = self._buffers[Buffer.L][: len(slots), : self._loaded().program.geometry.vocab]
-        tokens = [self._sampler.draw(logits[i], self._slots[slot], i) for i, slot in enumerate(slots)]
+        tokens = self._sampler.draw_rows(logits, [self._slots[slot] for slot in slots])
         for slot, token in zip(slots, tokens, strict=True):
             self._slots[slot].push(token.token_id)
             self._last_tokens[slot] = token.token_id
@@ -178,6 +184,10 @@ class CpuBackend:
         """See ``Backend.logits``; a copy."""
         vocab = self._loaded().program.geometry.vocab
         return self._buffers[Buffer.L][: self._num_captured, :vocab].copy()
+
+    def buffer(self, buffer: Buffer) -> np.ndarray:
+        """fp32 [rows, width] of ``buffer`` as the last run left it: a view, for tests and comparisons."""
+        return self._buffers[buffer][:, : self._loaded().program.geometry.width(buffer)]
 
     def kv_bytes_per_token_layer(self) -> int:
         """See ``Backend.kv_bytes_per_token_layer``."""
@@ -206,7 +216,13 @@ class CpuBackend:
         )
 
     def _move_kv(
-        self, function: "ctypes._FuncPointer", layer: int, block_table: np.ndarray, first: int, count: int, data: np.ndarray
+        self,
+        function: "ctypes._FuncPointer",
+        layer: int,
+        block_table: np.ndarray,
+        first: int,
+        count: int,
+        data: np.ndarray,
     ) -> int:
         geometry = self._loaded().program.geometry
         table = np.ascontiguousarray(block_table, dtype=np.int32)
@@ -218,7 +234,13 @@ class CpuBackend:
             raise ValueError(records.ERRORS[3])
         crc = ctypes.c_uint32()
         status = function(
-            ctypes.addressof(self._model), layer, table.ctypes.data, first, count, data.ctypes.data, ctypes.addressof(crc)
+            ctypes.addressof(self._model),
+            layer,
+            table.ctypes.data,
+            first,
+            count,
+            data.ctypes.data,
+            ctypes.addressof(crc),
         )
         if status:
             raise ValueError(records.ERRORS[status])
@@ -232,16 +254,22 @@ class CpuBackend:
 
     def numerics(self) -> dict[str, str]:
         """See ``Backend.numerics``. Thread count, instruction set and limits are not in it: they change no bit."""
-        from relay.kernels.cpu.probe import probe_digest  # probe builds a small CpuBackend of its own
-
         return {
-            "backend": self.name,
             **canon.parts(),
-            "class": library.instruction_class(self.isa),
-            "activations": "float32",
+            "instructions": f"cpu {library.instruction_class(self.isa)}",
+            "activation": "float32",
             "kv": self._kv_dtype,
-            "probe": probe_digest(self.isa, self._kv_dtype),
+            "probe": _probe(self.isa, self._kv_dtype),
         }
+
+    def run_fma(self, items: int) -> int:
+        """Floating-point operations of a loop of independent fmas on all threads: the benchmark's peak."""
+        self._library.relay_measure_fma(self._pool, items)
+        return items * 20_000 * 12 * 16 * 2
+
+    def run_read(self, data: np.ndarray) -> None:
+        """Sum float32 ``data`` (a multiple of 16,384 long) on all threads: the benchmark's memory bandwidth."""
+        self._library.relay_measure_read(self._pool, data.ctypes.data, data.size)
 
     def close(self) -> None:
         """End the threads and drop the memory; idempotent."""
@@ -259,3 +287,8 @@ class CpuBackend:
         if self._program is None:
             raise ValueError("no program is loaded")
         return self._program
+
+
+@cache
+def _probe(isa: str, kv_dtype: str) -> str:
+    return probe_digest(CpuBackend(1, isa, max_tokens=64, max_sampled=4), kv_dtype)

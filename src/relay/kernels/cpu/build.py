@@ -15,13 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=default", "-Wall", "-Wextra")
-_VARIANTS = {
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=default",
+    "-Wall",
+    "-Wextra",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-msse4.2")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
-        "avx512": (
-            "-DRELAY_AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -msse4.2 -mprefer-vector-width=512"
-        ).split(),
-        "avx2": "-DRELAY_AVX2 -mavx2 -mfma -mf16c -msse4.2".split(),
+        "avx512": ["-DRELAY_AVX512", *_AVX2, *_AVX512],
+        "avx2": ["-DRELAY_AVX2", *_AVX2],
         "portable": ["-mfma"],
         "nofma": ["-DRELAY_NOFMA"],
     },
@@ -64,7 +73,10 @@ def build(compiler: str | None = None, only: list[str] | None = None) -> list[Pa
     digest = source_digest()
     chosen = {isa: flags for isa, flags in variants().items() if only is None or isa in only}
     sources = sorted(FOLDER.glob("*.c"))
-    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".build-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=FOLDER, prefix=".build-") as folder,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         jobs = []
         for isa, flags in chosen.items():
             for source in sources:

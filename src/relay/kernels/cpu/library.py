@@ -60,6 +60,8 @@ def load(isa: str) -> ctypes.CDLL:
     _declare(library, "relay_copy_block", None, c_void_p, c_int64, c_int64)
     _declare(library, "pool_create", c_void_p, c_int)
     _declare(library, "pool_destroy", None, c_void_p)
+    _declare(library, "relay_measure_fma", None, c_void_p, c_int64)
+    _declare(library, "relay_measure_read", None, c_void_p, c_void_p, c_int64)
     for index, record in enumerate((records.Op, records.Model, records.Batch)):
         if library.relay_sizeof(index) != ctypes.sizeof(record):
             raise StartupError(f"{record.__name__} in records.py is not the struct of {path}")

@@ -7,6 +7,8 @@
 #include "widen.h"
 
 #define FUSED_ROWS 4   /* up to here weights are widened again for every row tile */
+#define CACHED_ROWS 32 /* up to here k is widened in spans of CACHED_K */
+#define CACHED_K 64    /* a multiple of GROUP; 16 KiB for a panel */
 #define ROW_BLOCK 96   /* rows of one work item */
 #define PARALLEL_WORK 60000 /* multiply-adds below which waking threads costs more than it saves */
 
@@ -27,7 +29,7 @@ typedef struct {
     int accumulate;
 } tile_t;
 
-INLINE void finish(const tile_t *tile, const int R, const int V, v16 acc[R][V])
+INLINE void finish(const tile_t *tile, const int R, const int V, v16 acc[MOST_ROWS][4])
 {
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) {
@@ -41,7 +43,7 @@ INLINE void finish(const tile_t *tile, const int R, const int V, v16 acc[R][V])
 
 INLINE void fused_tile(const int encoding, const int R, const int V, const tile_t *tile, const void *panel, int column, int64_t k_total)
 {
-    v16 acc[R][V], w[V];
+    v16 acc[MOST_ROWS][4], w[4];
     const float *x = tile->x;
     const int64_t stride = tile->x_stride;
     UNROLL for (int r = 0; r < R; r++)
@@ -53,28 +55,41 @@ INLINE void fused_tile(const int encoding, const int R, const int V, const tile_
     finish(tile, R, V, acc);
 }
 
-/* Weights already fp32: `w` holds V vectors for each k, `w_stride` floats apart. */
-INLINE void wide_tile(const int R, const int V, const tile_t *tile, const float *w, int64_t w_stride, int64_t k_total)
+/* Weights already fp32: `w` holds V vectors for each k, `w_stride` floats apart. The chains start from zero or go on from
+ * `partial`, and end in y or in `partial`: storing an fp32 sum between two runs of k changes nothing. */
+typedef struct {
+    const float *w;
+    int64_t w_stride, first_k, last_k;
+    float *partial; /* [R][V][16] */
+    int starts, ends;
+} span_t;
+
+INLINE void wide_tile(const int R, const int V, const tile_t *tile, const span_t *span)
 {
-    v16 acc[R][V];
-    const float *x = tile->x;
-    const int64_t stride = tile->x_stride;
+    v16 acc[MOST_ROWS][4];
+    const float *x = tile->x, *w = span->w;
+    const int64_t stride = tile->x_stride, w_stride = span->w_stride;
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_zero();
-    for (int64_t k = 0; k < k_total; k++) {
-        v16 wk[V];
-        UNROLL for (int v = 0; v < V; v++) wk[v] = v_load(w + k * w_stride + 16 * v);
+        UNROLL for (int v = 0; v < V; v++) acc[r][v] = span->starts ? v_zero() : v_load(span->partial + 16 * (r * V + v));
+    for (int64_t k = span->first_k; k < span->last_k; k++, w += w_stride) {
+        v16 wk[4];
+        UNROLL for (int v = 0; v < V; v++) wk[v] = v_load(w + 16 * v);
         UNROLL for (int r = 0; r < R; r++) {
             v16 xr = v_set1(x[r * stride + k]);
             UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_fma(xr, wk[v], acc[r][v]);
         }
     }
-    finish(tile, R, V, acc);
+    if (span->ends) {
+        finish(tile, R, V, acc);
+        return;
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) v_store(span->partial + 16 * (r * V + v), acc[r][v]);
 }
 
 INLINE void widen_columns(const int encoding, const int V, const void *panel, int column, int64_t k_total, float *out)
 {
-    v16 w[V];
+    v16 w[4];
     FOR_EACH_WIDENED(encoding, panel, column, V, k_total, w, k,
                      UNROLL for (int v = 0; v < V; v++) v_store(out + k * 16 * V + 16 * v, w[v]););
 }
@@ -82,9 +97,9 @@ INLINE void widen_columns(const int encoding, const int V, const void *panel, in
 /* The constants R and V reach the tiles through these switches, so each case is its own unrolled loop. */
 #define NARROW(R, V) ((V) <= TILE_VECTORS(R) ? (V) : TILE_VECTORS(R))
 
-static __attribute__((noinline)) void wide_rows(int R, int V, const tile_t *tile, const float *w, int64_t w_stride, int64_t k_total)
+static __attribute__((noinline)) void wide_rows(int R, int V, const tile_t *tile, const span_t *span)
 {
-#define CASE(R_, V_) case (R_) * 8 + (V_): if ((V_) <= TILE_VECTORS(R_)) wide_tile(R_, NARROW(R_, V_), tile, w, w_stride, k_total); break;
+#define CASE(R_, V_) case (R_) * 8 + (V_): if ((V_) <= TILE_VECTORS(R_)) wide_tile(R_, NARROW(R_, V_), tile, span); break;
 #define ROWS(R_) CASE(R_, 1) CASE(R_, 2) CASE(R_, 4)
     switch (R * 8 + V) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4)
@@ -149,30 +164,37 @@ static void panel_columns(const job_t *job, int64_t panel, int first_vector, int
     const int rows = row1 - row0;
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int most = (rows + tiles - 1) / tiles; /* rows of the tallest tile: tiles are kept equally tall */
+    float *scratch = thread_scratch(job->model, thread);
     for (int v = 0, step; v < vectors; v += step) {
-        int column = 16 * (first_vector + v);
+        const int column = 16 * (first_vector + v);
         step = step_vectors(most, vectors - v);
-        const float *wide = NULL;
-        int64_t wide_stride = 16 * step;
-        if (rows > FUSED_ROWS) {
-            if (op->encoding == ENC_F32 && step == 4) {
-                wide = (const float *)weights + column;
-                wide_stride = PANEL;
-            } else {
-                float *scratch = thread_scratch(job->model, thread);
-                widen_by_encoding[op->encoding](step, weights, column, op->k, scratch);
-                wide = scratch;
+        const int direct = op->encoding == ENC_F32 && step == 4;
+        /* Few rows: widen so much of k at a time that it stays in the first-level cache while the rows pass. */
+        const int64_t span_k = rows > CACHED_ROWS || direct ? op->k : CACHED_K;
+        span_t span = {.w = scratch, .w_stride = 16 * step};
+        for (int64_t k = 0; k < op->k; k += span_k) {
+            if (rows > FUSED_ROWS) {
+                span.first_k = k;
+                span.last_k = k + span_k < op->k ? k + span_k : op->k;
+                span.starts = k == 0, span.ends = span.last_k == op->k;
+                span.partial = scratch + CACHED_K * PANEL;
+                if (direct)
+                    span.w = (const float *)weights + column, span.w_stride = PANEL;
+                else
+                    widen_by_encoding[op->encoding](step, weights + panel_bytes(op->encoding, k), column, span.last_k - k, scratch);
             }
-        }
-        for (int t = 0, row = row0; t < tiles; t++) {
-            int count = (row1 - row + (tiles - t) - 1) / (tiles - t);
-            tile_t tile = {src.data + row * src.stride, src.stride, dst.data + row * dst.stride + panel * PANEL + column, dst.stride,
-                           op->bias ? op->bias + panel * PANEL + column : NULL, op->accumulate};
-            if (wide)
-                wide_rows(count, step, &tile, wide, wide_stride, op->k);
-            else
-                fused_by_encoding[op->encoding](count, step, &tile, weights, column, op->k);
-            row += count;
+            for (int t = 0, row = row0, count; t < tiles; t++, row += count) {
+                count = (row1 - row + (tiles - t) - 1) / (tiles - t);
+                tile_t tile = {src.data + row * src.stride, src.stride, dst.data + row * dst.stride + panel * PANEL + column, dst.stride,
+                               op->bias ? op->bias + panel * PANEL + column : NULL, op->accumulate};
+                if (rows <= FUSED_ROWS) {
+                    fused_by_encoding[op->encoding](count, step, &tile, weights, column, op->k);
+                    continue;
+                }
+                wide_rows(count, step, &tile, &span);
+                span.partial += count * step * 16;
+            }
+            if (rows <= FUSED_ROWS) break;
         }
     }
 }
@@ -221,4 +243,4 @@ void linear(const model_t *model, const op_t *op, int rows)
         pool_run(model->pool, run_item, &job, items);
 }
 
-int64_t linear_scratch_floats(int64_t k) { return k * PANEL; }
+int64_t linear_scratch_floats(int64_t k) { return (k > CACHED_K + CACHED_ROWS ? k : CACHED_K + CACHED_ROWS) * PANEL; }

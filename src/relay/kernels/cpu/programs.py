@@ -14,7 +14,6 @@ from relay.kernels.cpu.records import BUFFER_INDEX, OpKind
 from relay.kernels.packing import packed_bytes
 from relay.kernels.program import (
     Attend,
-    Buffer,
     Embed,
     Geometry,
     HeadNorm,
@@ -119,7 +118,9 @@ class _Binder:
             raise CorruptModelError(f"{name} is [{matrix.n}, {matrix.k}], the model needs [{n}, {k}]")
         data = matrix.data
         if data.dtype != np.uint8 or data.size != packed_bytes(n, k, matrix.encoding) or not data.flags.c_contiguous:
-            raise CorruptModelError(f"{name}: {data.size} packed bytes instead of {packed_bytes(n, k, matrix.encoding)}")
+            raise CorruptModelError(
+                f"{name}: {data.size} packed bytes instead of {packed_bytes(n, k, matrix.encoding)}"
+            )
         self.kept.append(data)
         self.widest_k = max(self.widest_k, k)
         return {"encoding": int(matrix.encoding), "n": n, "k": k, "weight": data.ctypes.data}

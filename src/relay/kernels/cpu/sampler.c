@@ -3,7 +3,8 @@
  * One row is one call; rows share nothing, so threads may take them in any order. What is skipped is only what provably cannot
  * be chosen: blocks of 64 tokens whose best value is under a bound. All comparisons are on the canonical fp64 values.
  * Compile with -ffp-contract=off, without -ffast-math. */
-#include "sampler_math.h"
+#include "pool.h"
+#include "sampler_filter.h"
 
 #include <float.h>
 #include <math.h>
@@ -23,21 +24,10 @@ typedef struct { /* mirrored by _Draw in sampler.py */
 
 enum { DRAWN = 0, BAD_LOGIT = 1, NOTHING_LEFT = 2, OVERFLOW_ADJUSTED = 3, OVERFLOW_SCALED = 4 };
 
-typedef struct {
-    int32_t vocab, blocks;
-    double *z;       /* [blocks * 64] adjusted, then divided by the temperature; padded with -inf */
-    double *maxima;  /* [blocks] highest z of each block */
-    int64_t *w;      /* [blocks * 64] weights */
-    double *zs;      /* [blocks * 64] values of the survivors, in id order */
-    int32_t *ids;    /* [blocks * 64] their ids */
-    double *select;  /* [blocks * 64] reordered by select_prefix */
-    int64_t *select_w;
-} scratch;
-
 /* Bytes of scratch memory a draw over ``vocab`` tokens needs, 64-byte aligned. */
 int64_t relay_sample_scratch_bytes(int32_t vocab) {
     int64_t padded = ((int64_t)vocab + BLOCK - 1) / BLOCK * BLOCK;
-    return padded * (8 + 8 + 8 + 4 + 8 + 8) + (padded / BLOCK + 8) * 8;
+    return (padded * (8 + 8 + 8 + 4 + 8 + 8) + padded / BLOCK * 8 + 63) / 64 * 64;
 }
 
 static scratch carve(void *memory, int32_t vocab) {
@@ -53,17 +43,6 @@ static scratch carve(void *memory, int32_t vocab) {
     s.ids = (int32_t *)(s.select_w + padded);
     s.maxima = (double *)(s.ids + padded);
     return s;
-}
-
-/* Highest of 64 doubles; a > b ? a : b is the vector maximum of every instruction set. */
-static inline double block_max(const double *x) {
-    double m[16];
-    for (int j = 0; j < 16; j++) m[j] = x[j];
-    for (int i = 16; i < BLOCK; i += 16)
-        for (int j = 0; j < 16; j++) m[j] = x[i + j] > m[j] ? x[i + j] : m[j];
-    for (int half = 8; half; half /= 2)
-        for (int j = 0; j < half; j++) m[j] = m[j + half] > m[j] ? m[j + half] : m[j];
-    return m[0];
 }
 
 /* Highest of fp32 logits [n] into *best; returns whether all are below +inf and none is NaN. */
@@ -128,152 +107,12 @@ static int adjust(const float *logits, const relay_draw *d, scratch *s) {
     return overflow ? OVERFLOW_ADJUSTED : DRAWN;
 }
 
-/* Fill s->maxima; returns the highest. */
-static double find_maxima(scratch *s) {
-    double best = -INFINITY;
-    for (int32_t b = 0; b < s->blocks; b++) {
-        double m = block_max(s->z + (int64_t)b * BLOCK);
-        s->maxima[b] = m;
-        best = m > best ? m : best;
-    }
-    return best;
-}
-
 static int32_t first_value(const scratch *s, double value) {
     int32_t b = 0;
     while (s->maxima[b] != value) b++;
     int32_t i = b * BLOCK;
     while (s->z[i] != value) i++;
     return i;
-}
-
-/* The prefix of the order (value descending, then position ascending) whose weights reach ``needed``: its least value into
- * *cut, and returns the weight still to be taken from the values equal to *cut (0 < returned <= their sum).
- * 0 < needed <= sum of w[0..n). Three-way quickselect; reorders x and w. */
-static int64_t select_prefix(double *x, int64_t *w, int32_t n, int64_t needed, double *cut) {
-    uint32_t state = 12345;
-    int32_t low = 0, high = n;
-    for (;;) {
-        state = state * 1664525u + 1013904223u;
-        double a = x[low + (int32_t)(((uint64_t)state * (uint32_t)(high - low)) >> 32)];
-        double b = x[low], c = x[low + (high - low) / 2];
-        double pivot = a > b ? (b > c ? b : (a > c ? c : a)) : (a > c ? a : (b > c ? c : b)); /* the median */
-        int32_t greater = low, i = low, less = high;
-        int64_t above = 0, equal = 0;
-        while (i < less) {
-            double v = x[i];
-            int64_t u = w[i];
-            if (v > pivot) {
-                x[i] = x[greater], w[i] = w[greater], x[greater] = v, w[greater] = u;
-                above += u, greater++, i++;
-            } else if (v < pivot) {
-                less--;
-                x[i] = x[less], w[i] = w[less], x[less] = v, w[less] = u;
-            } else {
-                equal += u, i++;
-            }
-        }
-        if (needed <= above) {
-            high = greater;
-        } else if (needed <= above + equal) {
-            *cut = pivot;
-            return needed - above;
-        } else {
-            needed -= above + equal;
-            low = less;
-        }
-    }
-}
-
-/* Collect ids and values with z >= bound (and finite), in id order; returns their number. */
-static int32_t gather(scratch *s, double bound) {
-    int32_t n = 0;
-    for (int32_t b = 0; b < s->blocks; b++) {
-        if (!(s->maxima[b] >= bound)) continue;
-        for (int32_t i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
-            s->ids[n] = i;
-            s->zs[n] = s->z[i];
-            n += s->z[i] >= bound && s->z[i] > -INFINITY;
-        }
-    }
-    return n;
-}
-
-/* Keep the survivors over ``cut`` and, lowest ids first, those equal to it until ``rest`` is used up at ``each`` a token. */
-static int32_t keep(scratch *s, int32_t n, double cut, int64_t rest, int64_t each) {
-    int32_t kept = 0;
-    for (int32_t i = 0; i < n; i++) {
-        double v = s->zs[i];
-        if (v == cut && rest > 0)
-            rest -= each;
-        else if (!(v > cut))
-            continue;
-        s->zs[kept] = v;
-        s->ids[kept++] = s->ids[i];
-    }
-    return kept;
-}
-
-/* The k-th highest block maximum: at least k tokens reach it. -inf where that says nothing. */
-static double bound_of_top(scratch *s, int32_t k) {
-    if (k > s->blocks) return -INFINITY;
-    for (int32_t b = 0; b < s->blocks; b++) s->select[b] = s->maxima[b], s->select_w[b] = 1;
-    double cut;
-    select_prefix(s->select, s->select_w, s->blocks, k, &cut);
-    return cut;
-}
-
-static int32_t keep_top_k(scratch *s, int32_t n, int32_t k) {
-    if (k <= 0 || k >= n) return n;
-    for (int32_t i = 0; i < n; i++) s->select[i] = s->zs[i], s->select_w[i] = 1;
-    double cut;
-    int64_t rest = select_prefix(s->select, s->select_w, n, k, &cut);
-    return keep(s, n, cut, rest, 1);
-}
-
-static int64_t needed_weight(int64_t total, double top_p) {
-    double needed = ceil(top_p * (double)total);
-    int64_t whole = needed < 0x1p62 ? (int64_t)needed : total;
-    whole = whole < 1 ? 1 : whole;
-    return whole < total ? whole : total;
-}
-
-static int32_t keep_prefix(scratch *s, int32_t n, int64_t needed) {
-    for (int32_t i = 0; i < n; i++) s->select[i] = s->zs[i], s->select_w[i] = s->w[i];
-    double cut;
-    int64_t rest = select_prefix(s->select, s->select_w, n, needed, &cut);
-    int64_t each = 1;
-    for (int32_t i = 0; i < n; i++) each = s->zs[i] == cut ? s->w[i] : each;
-    return keep(s, n, cut, rest, each > 0 ? each : 1);
-}
-
-/* Σ weights of z - best over all blocks. */
-static int64_t total_weight(const scratch *s, double best) {
-    int64_t total = 0;
-    for (int32_t b = 0; b < s->blocks; b++) {
-        if (s->maxima[b] - best < -28.0) continue; /* each weighs 0 */
-        const double *z = s->z + (int64_t)b * BLOCK;
-        int64_t sum = 0;
-        for (int i = 0; i < BLOCK; i++) sum += sm_weight(z[i] - best);
-        total += sum;
-    }
-    return total;
-}
-
-/* Gather exactly the nucleus of all tokens. */
-static int32_t gather_top_p(scratch *s, double best, double top_p) {
-    int64_t total = total_weight(s, best), needed = needed_weight(total, top_p);
-    /* All tokens of weight <= (total - needed) / vocab together weigh no more than the prefix leaves out, so none of them is
-     * in it. The margin of e^-0.001 is far over the error of weights and logarithm. */
-    int64_t spare = (total - needed) / s->vocab;
-    double bound = best - 28.0;
-    if (spare > 0) {
-        double tail = sm_log((double)spare * 0x1p-40) - 0.001;
-        bound = tail > -28.0 ? best + tail : bound;
-    }
-    int32_t n = gather(s, bound);
-    for (int32_t i = 0; i < n; i++) s->w[i] = sm_weight(s->zs[i] - best);
-    return keep_prefix(s, n, needed);
 }
 
 /* Update (*score, *token) with 64 candidates in ascending id order; candidates past n are ignored. */
@@ -374,20 +213,54 @@ static int32_t logprobs(const float *logits, double best, const relay_draw *d, s
     return n;
 }
 
-/* Draw one token. Outputs: *token; where d->num_logprobs >= 0 also *logprob, top_ids and top_logprobs [num_logprobs] and
- * *num_top. Returns a status; with BAD_LOGIT *token is the first token whose logit is NaN or +inf. */
-int32_t relay_sample_row(const float *logits, int32_t vocab, const relay_draw *d, void *memory, int32_t *token,
-                         double *logprob, int32_t *top_ids, double *top_logprobs, int32_t *num_top) {
-    scratch s = carve(memory, vocab);
+typedef struct { /* mirrored by _Drawn in sampler.py */
+    double logprob;       /* where num_logprobs >= 0 */
+    int32_t *top_ids;     /* [num_logprobs], as top_logprobs */
+    double *top_logprobs;
+    int32_t token, status, num_top, unused; /* with BAD_LOGIT token is the first whose logit is NaN or +inf */
+} relay_drawn;
+
+typedef struct {
+    const float *logits; /* [rows][stride] */
+    int64_t stride;
+    const relay_draw *draws;
+    relay_drawn *drawn;
+    uint8_t *scratch; /* scratch_bytes for every thread */
+    int64_t scratch_bytes;
+    int32_t vocab;
+} job_t;
+
+static void sample_row(void *argument, long row, int thread)
+{
+    const job_t *job = argument;
+    const float *logits = job->logits + row * job->stride;
+    const relay_draw *d = job->draws + row;
+    relay_drawn *out = job->drawn + row;
+    scratch s = carve(job->scratch + thread * job->scratch_bytes, job->vocab);
     float best;
-    if (!highest(logits, vocab, &best)) {
+    out->num_top = 0;
+    if (!highest(logits, job->vocab, &best)) {
         int32_t i = 0;
         while (logits[i] <= FLT_MAX) i++;
-        *token = i;
-        return BAD_LOGIT;
+        out->token = i;
+        out->status = BAD_LOGIT;
+        return;
     }
-    int32_t status = draw(logits, d, best, &s, token);
-    if (status == DRAWN && d->num_logprobs >= 0)
-        *num_top = logprobs(logits, (double)best, d, &s, *token, logprob, top_ids, top_logprobs);
-    return status;
+    out->status = draw(logits, d, best, &s, &out->token);
+    if (out->status == DRAWN && d->num_logprobs >= 0)
+        out->num_top = logprobs(logits, (double)best, d, &s, out->token, &out->logprob, out->top_ids, out->top_logprobs);
+}
+
+/* Draw one token for each of `rows` rows of logits. ``memory`` is relay_sample_scratch_bytes for each thread of ``pool``,
+ * which may be NULL: then the caller does all rows. */
+void relay_sample_rows(pool_t *pool, const float *logits, int64_t stride, int32_t rows, int32_t vocab, const relay_draw *draws,
+                       void *memory, relay_drawn *drawn)
+{
+    job_t job = {logits, stride, draws, drawn, memory, relay_sample_scratch_bytes(vocab), vocab};
+    const uint64_t saved = fp_enter();
+    if (pool)
+        pool_run(pool, sample_row, &job, rows);
+    else
+        for (int32_t row = 0; row < rows; row++) sample_row(&job, row, 0);
+    fp_leave(saved);
 }

@@ -1,7 +1,4 @@
-"""ctypes binding of sampler.c: draws the tokens ``relay.kernels.sampler.draw`` defines, bit for bit, and fast.
-
-``logits`` rows must be C-contiguous fp32. A ``CSampler`` keeps one scratch memory, so it serves one thread at a time.
-"""
+"""ctypes binding of sampler.c: draws the tokens ``relay.kernels.sampler.draw`` defines, bit for bit, and fast."""
 
 import ctypes
 from collections.abc import Sequence
@@ -49,72 +46,100 @@ class _Draw(ctypes.Structure):
     ]
 
 
-class CSampler:
-    """The C sampler of one loaded ``library``."""
+class _Drawn(ctypes.Structure):
+    """``relay_drawn`` of sampler.c."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._sample = library.relay_sample_row
-        self._sample.restype = c_int32
-        self._sample.argtypes = [c_void_p, c_int32, *[c_void_p] * 7]
+    _fields_: ClassVar = [
+        ("logprob", c_double),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("token", c_int32),
+        ("status", c_int32),
+        ("num_top", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class CSampler:
+    """The C sampler of one loaded ``library``; serves one caller at a time, since it keeps its scratch memory.
+
+    ``pool`` is a ``pool_create`` handle of ``threads`` threads that share the rows; without one the caller draws them all.
+    """
+
+    def __init__(self, library: ctypes.CDLL, pool: int | None = None, threads: int = 1) -> None:
+        self._sample = library.relay_sample_rows
+        self._sample.restype = None
+        self._sample.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_void_p]
         self._scratch_bytes = library.relay_sample_scratch_bytes
         self._scratch_bytes.restype = c_int64
         self._scratch_bytes.argtypes = [c_int32]
+        self._pool = pool
+        self._threads = threads
         self._vocab = 0
         self._scratch = np.empty(0, np.uint8)
-        self._token = c_int32()
-        self._logprob = c_double()
-        self._num_top = c_int32()
 
     def draw(self, logits: NDArray[np.float32], state: SlotState, row: int = 0) -> SampledToken:
         """The next token of ``state``'s sequence given fp32 ``logits`` [vocab]. Raises InvalidLogits naming ``row``."""
-        if logits.dtype != np.float32 or logits.ndim != 1 or not logits.flags.c_contiguous:
-            raise ValueError("logits must be a contiguous fp32 row")
-        vocab = len(logits)
+        return self.draw_rows(logits[None], [state], row)[0]
+
+    def draw_rows(
+        self, logits: NDArray[np.float32], states: Sequence[SlotState], first_row: int = 0
+    ) -> list[SampledToken]:
+        """``draw`` for every row of fp32 ``logits`` [rows, vocab], whose rows may lie apart but not their values.
+
+        Raises InvalidLogits for the lowest bad row, counted from ``first_row``; no state changes in any case.
+        """
+        if logits.dtype != np.float32 or logits.ndim != 2 or logits.strides[1] != 4 or len(logits) != len(states):
+            raise ValueError("logits must be fp32, one row a state, the values of a row contiguous")
+        rows, vocab = logits.shape
         if vocab != self._vocab:
-            self._scratch = np.empty(self._scratch_bytes(vocab), np.uint8)
+            self._scratch = np.empty(self._scratch_bytes(vocab) * self._threads, np.uint8)
             self._vocab = vocab
-        draw = _describe(state)
-        count = min(draw.num_logprobs, vocab)
-        draw.num_logprobs = count
-        top_ids, top_logprobs = (c_int32 * max(count, 0))(), (c_double * max(count, 0))()
-        status = self._sample(
+        draws, drawn = (_Draw * rows)(), (_Drawn * rows)()
+        kept: list[object] = []
+        for state, draw, out in zip(states, draws, drawn, strict=True):
+            _describe(draw, state)
+            if draw.num_logprobs > 0:
+                draw.num_logprobs = min(draw.num_logprobs, vocab)
+                top_ids, top_logprobs = (c_int32 * draw.num_logprobs)(), (c_double * draw.num_logprobs)()
+                out.top_ids, out.top_logprobs = ctypes.addressof(top_ids), ctypes.addressof(top_logprobs)
+                kept.append((top_ids, top_logprobs))
+            else:
+                kept.append(None)
+        self._sample(
+            self._pool,
             logits.ctypes.data,
+            logits.strides[0] // 4,
+            rows,
             vocab,
-            ctypes.addressof(draw),
+            ctypes.addressof(draws),
             self._scratch.ctypes.data,
-            ctypes.addressof(self._token),
-            ctypes.addressof(self._logprob),
-            ctypes.addressof(top_ids),
-            ctypes.addressof(top_logprobs),
-            ctypes.addressof(self._num_top),
+            ctypes.addressof(drawn),
         )
-        token = self._token.value
-        if status != _DRAWN:
-            bad = f"the logit of token {token} is {logits[token]}" if status == _BAD_LOGIT else _REASONS[status]
-            raise InvalidLogits(row, bad)
-        if count < 0:
-            return SampledToken(token)
-        top = list(zip(top_ids, top_logprobs, strict=True))[: self._num_top.value]
-        return SampledToken(token, self._logprob.value, top)
+        tokens = []
+        for row, (draw, out, top) in enumerate(zip(draws, drawn, kept, strict=True)):
+            if out.status != _DRAWN:
+                bad = f"the logit of token {out.token} is {logits[row, out.token]}"
+                raise InvalidLogits(first_row + row, bad if out.status == _BAD_LOGIT else _REASONS[out.status])
+            if draw.num_logprobs < 0:
+                tokens.append(SampledToken(out.token))
+                continue
+            best = list(zip(*top, strict=True))[: out.num_top] if isinstance(top, tuple) else []
+            tokens.append(SampledToken(out.token, out.logprob, best))
+        return tokens
 
-    def draw_rows(self, logits: NDArray[np.float32], states: Sequence[SlotState]) -> list[SampledToken]:
-        """``draw`` for every row of ``logits`` [rows, vocab]."""
-        return [self.draw(logits[row], state, row) for row, state in enumerate(states)]
 
-
-def _describe(state: SlotState) -> _Draw:
-    """The C description of ``state``; valid until the state is pushed to."""
+def _describe(draw: _Draw, state: SlotState) -> None:
+    """Fill ``draw``; it points into ``state`` and is valid until that is pushed to."""
     params = state.params
-    draw = _Draw(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        position=state.position,
-        choice=state.choice,
-        top_k=min(params.top_k, 2**31 - 1),
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-    )
+    draw.temperature = params.temperature
+    draw.top_p = params.top_p
+    draw.min_p = params.min_p
+    draw.seed = params.seed
+    draw.position = state.position
+    draw.choice = state.choice
+    draw.top_k = min(params.top_k, 2**31 - 1)
+    draw.num_logprobs = -1 if params.logprobs is None else params.logprobs
     if params.has_penalties:
         draw.has_penalties = 1
         draw.repetition = params.repetition_penalty
@@ -130,4 +155,3 @@ def _describe(state: SlotState) -> _Draw:
     if state.masking:
         draw.num_masked = len(state.masked_ids)
         draw.masked_ids = state.masked_ids.ctypes.data
-    return draw

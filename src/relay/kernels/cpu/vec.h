@@ -7,6 +7,7 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #define UNROLL _Pragma("GCC unroll 32")
+#define MOST_ROWS 6 /* register tiles are arrays of fixed size, or the compiler would keep them in memory */
 
 #if defined(RELAY_AVX512)
 #include "vec_avx512.h"

@@ -49,7 +49,7 @@ INLINE int64_t panel_bytes(int encoding, int64_t k)
             for (int64_t group = 0; group < (k_total) / GROUP; group++) {                                                    \
                 const uint8_t *block = (const uint8_t *)(panel) + group * Q8_GROUP_BYTES;                                    \
                 const int8_t *q = (const int8_t *)(block + 128) + (column);                                                  \
-                v16 scale[vectors];                                                                                          \
+                v16 scale[4];                                                                                        \
                 UNROLL for (int v = 0; v < (vectors); v++) scale[v] = v_from_f16((const uint16_t *)block + (column) + 16 * v); \
                 for (int j = 0; j < GROUP; j++) {                                                                            \
                     const int64_t k = group * GROUP + j;                                                                     \
@@ -62,13 +62,13 @@ INLINE int64_t panel_bytes(int encoding, int64_t k)
             for (int64_t group = 0; group < (k_total) / GROUP; group++) {                                                    \
                 const uint8_t *block = (const uint8_t *)(panel) + group * Q4_GROUP_BYTES;                                    \
                 const uint32_t *words = (const uint32_t *)(block + 256) + (column);                                          \
-                v16 scale[vectors], minimum[vectors];                                                                        \
+                v16 scale[4], minimum[4];                                                                        \
                 UNROLL for (int v = 0; v < (vectors); v++) {                                                                 \
                     scale[v] = v_from_f16((const uint16_t *)block + (column) + 16 * v);                                      \
                     minimum[v] = v_from_f16((const uint16_t *)block + PANEL + (column) + 16 * v);                            \
                 }                                                                                                            \
                 for (int j = 0; j < 4; j++) {                                                                                \
-                    i16 eight[vectors];                                                                                      \
+                    i16 eight[4];                                                                                      \
                     UNROLL for (int v = 0; v < (vectors); v++) {                                                             \
                         __builtin_prefetch((const char *)(words + j * PANEL + 16 * v) + PREFETCH);                           \
                         eight[v] = i_load(words + j * PANEL + 16 * v);                                                       \

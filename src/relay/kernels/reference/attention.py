@@ -27,7 +27,8 @@ def attend(q: F32, k: F32, v: F32, positions: NDArray[np.int32], scale: float, p
     for start in range(0, int(positions.max()) + 1, canon.SPLIT):
         state = _fold(state, _split(grouped, k, v, positions, start, c, products), c)
     _, total, acc = state
-    return (acc / total[..., None]).reshape(rows, heads, dim)
+    out: F32 = acc / total[..., None] + np.float32(0)  # no zero keeps the sign an invisible key gave it
+    return out.reshape(rows, heads, dim)
 
 
 State = tuple[F32, F32, F32]  # running maximum [r, h, g], sum [r, h, g], accumulator [r, h, g, d]

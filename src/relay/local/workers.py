@@ -1,7 +1,7 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
@@ -12,15 +12,20 @@ from relay.ids import WorkerKey
 from relay.protocol.messages import Role
 from relay.worker.spec import WorkerSpec, encode_spec
 
-ERROR_PREFIX = "relay: "
-
 
 class LocalWorkers:
     """Implements the shell's ``WorkerLauncher`` with child processes of this one. Call ``attach`` before the first start."""
 
     def __init__(
-        self, config: WorkerConfig, pack_path: str, model_digest: str, on_line: Callable[[str, str], None]
+        self,
+        config: WorkerConfig,
+        pack_path: str,
+        model_digest: str,
+        on_line: Callable[[str, str], None],
+        *,
+        perturb: Mapping[str, str] | None = None,
     ) -> None:
+        """``perturb``: worker id → perturbation, for ``relay verify --inject`` alone."""
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -28,6 +33,7 @@ class LocalWorkers:
         self._keys: dict[str, WorkerKey] = {}
         self._shell: GatewayShell | None = None
         self._last_exits: dict[str, LaunchExit] = {}
+        self._perturb = perturb or {}
         self.gateway = ""
 
     def attach(self, shell: GatewayShell) -> None:
@@ -48,14 +54,11 @@ class LocalWorkers:
     def explain(self, worker: WorkerKey, status: int | None, reason: str) -> RelayError:
         """The error of a worker that cannot start: in its own words and with its own exit code where it has any."""
         last = self._last_exits.get(worker.worker)
-        words = next(
-            (line for line in reversed(last.last_lines if last else ()) if line.startswith(ERROR_PREFIX)), None
-        )
+        words = next((line for line in reversed(last.last_lines if last else ()) if line.strip()), "")
         kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
-        if words is not None and status in kinds:
-            return kinds[status](f"{worker.worker}: {words[len(ERROR_PREFIX) :]}")
-        final = next((line for line in reversed(last.last_lines if last else ()) if line.strip()), "")
-        return StartupError(f"{worker.worker} cannot start ({reason})" + (f": {final}" if final else ""))
+        if words and status in kinds:
+            return kinds[status](words)
+        return StartupError(f"{worker.worker} cannot start ({reason})" + (f": {words}" if words else ""))
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
@@ -74,6 +77,7 @@ class LocalWorkers:
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            perturb=self._perturb.get(worker.worker, ""),
         )
 
     def _exited(self, end: LaunchExit) -> None:

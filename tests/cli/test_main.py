@@ -1,0 +1,106 @@
+"""The command line itself: help without heavy imports, one line for errors, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+from tests.cli.serving import ENVIRONMENT
+
+from relay import __version__
+from relay.cli import main
+from relay.config import ServeConfig, WorkerConfig, parse_bytes
+from relay.errors import RelayError, UsageError
+
+
+def test_help_names_every_command_and_imports_none(capsys):
+    code = "import sys; from relay.cli.main import run; run(['--help']); print(*sorted(sys.modules), file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    for command in main.COMMANDS:
+        assert command in run.stdout
+    modules = set(run.stderr.split())
+    assert not modules & {"numpy", "uvloop", "starlette", "tokenizers", "torch", "msgspec", "asyncio"}
+
+
+def test_version(capsys):
+    assert main.run(["version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["status", "--nope"], ["serve", "--port", "x"]])
+def test_usage_errors_are_one_line(capsys, arguments):
+    assert main.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("relay: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_status_without_a_server_is_one_line(capsys):
+    assert main.run(["status", "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("relay: no answer from http://127.0.0.1:1/status: ")
+
+
+def test_status_of_something_else_is_one_line(capsys):
+    assert main.run(["status", "--url", "file:///etc/passwd"]) == 1
+    assert "does not begin with http" in capsys.readouterr().err
+
+
+def test_exit_codes_are_distinct():
+    codes = [kind.exit_code for kind in RelayError.__subclasses__()]
+    assert len(set(codes)) == len(codes)
+    assert RelayError.exit_code not in codes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("512M", 512 << 20),
+        ("2G", 2 << 30),
+        ("1.5g", 3 << 29),
+        ("2GiB", 2 << 30),
+        ("10kb", 10240),
+        (" 3 T ", 3 << 40),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "0", "nan", "inf", "1X", "1GG", "1e400"])
+def test_bad_sizes(text):
+    with pytest.raises(UsageError):
+        parse_bytes(text)
+
+
+def test_slots():
+    assert ServeConfig("m").slots == [("prefill-0", "prefill"), ("decode-0", "decode")]
+    assert ServeConfig("m", prefill=0, decode=2).slots == [("worker-0", "both"), ("worker-1", "both")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"block_size": 8},
+        {"block_size": 24},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 15},
+        {"max_num_seqs": 513},
+        {"threads": -1},
+        {"kv_cache_memory_bytes": 0},
+        {"max_model_len": 0},
+        {"kv_cache_dtype": "int3"},
+        {"dtype": "float64"},
+    ],
+)
+def test_worker_settings_are_checked(values):
+    with pytest.raises(UsageError):
+        WorkerConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "values", [{"port": 65536}, {"port": -1}, {"prefill": 65}, {"seed": -1}, {"grace_s": -1.0}, {"decode": 0}]
+)
+def test_serve_settings_are_checked(values):
+    with pytest.raises(UsageError):
+        ServeConfig("m", **values)

@@ -1,0 +1,397 @@
+"""Workers' lives: handshake, restarts, crash loops, silence, freezes, hangs, poison, drain and stop."""
+
+import pytest
+from fake_worker import FakeWorker
+from world import World
+
+from relay.config import ControlConfig
+from relay.control import commands as c
+from relay.control import events as e
+from relay.control.transitions import WorkerState
+from relay.ids import WorkerKey
+from relay.protocol.messages import (
+    Drain,
+    Drained,
+    EngineExited,
+    Heartbeat,
+    Refuse,
+    SequenceFailed,
+    TokenEntry,
+    Tokens,
+)
+
+SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode")]
+ONE = [("worker-0", "both")]
+SECOND = 1_000_000_000
+LONG = list(range(100, 260))
+
+
+def first(n: int) -> int:
+    return 0
+
+
+def state(world: World, name: str) -> WorkerState:
+    return world.core.state.workers[name].state
+
+
+def live_key(world: World, name: str) -> WorkerKey:
+    return next(key for key in world.alive() if key.worker == name)
+
+
+def test_complete_is_said_once_when_all_are_ready() -> None:
+    world = World(first, SPLIT)
+    said = []
+    for key in list(world.workers):
+        for process in ("engine", "agent"):
+            hello = world.workers[key].hello(process)
+            said += world.handle(e.WorkerConnected(1, hello))
+    assert sum(isinstance(command, c.ClusterReady) for command in said) == 1
+    assert isinstance(said[-1], c.ClusterReady)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"worker": "stranger"}, "unknown worker 'stranger'"),
+        ({"incarnation": 0}, "incarnation 0 of worker-0 is fenced; the present one is 1"),
+        ({"incarnation": 2}, "incarnation 2 of worker-0 is fenced"),
+        ({"model_digest": "other"}, "model digest other of the worker is not digest"),
+        ({"protocol_min": 2, "protocol_max": 3}, "protocol 2 to 3"),
+        ({"kv_blocks": 0}, "offers 0 KV blocks"),
+    ],
+)
+def test_bad_hellos_are_rejected_with_the_reason(changes: dict, reason: str) -> None:
+    world = World(first, ONE)
+    hello = FakeWorker(WorkerKey("worker-0", 1), "both").hello("engine")
+    for name, value in changes.items():
+        setattr(hello, name, value)
+    (command,) = world.handle(e.WorkerConnected(7, hello))
+    assert isinstance(command, c.RejectConnection)
+    assert command.connection == 7
+    assert reason in command.reason
+
+
+def test_a_second_connection_of_the_same_process_is_rejected() -> None:
+    world = World(first, ONE).ready()
+    commands = world.handle(e.WorkerConnected(9, world.workers[WorkerKey("worker-0", 1)].hello("engine")))
+    assert isinstance(commands[0], c.RejectConnection)
+    assert state(world, "worker-0") is WorkerState.READY
+
+
+def exits(world: World) -> list[c.Command]:
+    """Kill worker-0's present life and deliver everything its end says."""
+    key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
+    world.kill(key, 9)
+    said = []
+    for event in world.endings.pop(key):
+        said += world.handle(event)
+    return said
+
+
+def test_first_restart_is_immediate_then_exponential_then_bounded() -> None:
+    world = World(first, ONE).ready()
+    delays = []
+    for _ in range(12):
+        said = exits(world)
+        if any(isinstance(command, c.LaunchWorker) for command in said):
+            delays.append(0.0)
+        else:
+            at_ns = world.timers[("launch", "worker-0")]
+            delays.append((at_ns - world.now_ns) / SECOND)
+            world.advance(until_ns=at_ns)
+        assert state(world, "worker-0") is WorkerState.STARTING
+    assert delays[:5] == [0.0, 0.1, 0.2, 0.4, 0.8]
+    assert max(delays) == delays[-1] == 5.0
+
+
+def test_a_stable_life_forgives_what_came_before() -> None:
+    world = World(first, ONE).ready()
+    for _ in range(3):
+        exits(world)
+        world.advance(until_ns=world.now_ns + SECOND)
+        world.ready()
+    world.advance(until_ns=world.now_ns + 11 * SECOND)
+    assert any(isinstance(command, c.LaunchWorker) for command in exits(world))
+
+
+def test_a_crash_loop_counts_as_no_worker() -> None:
+    world = World(first, ONE).ready()
+    for _ in range(5):
+        assert world.submit([1, 2]) is None
+        exits(world)
+        world.advance(until_ns=world.now_ns + 6 * SECOND)
+    failure = world.submit([1, 2])
+    assert (failure.status, failure.code, failure.retry_after_s) == (503, "no_workers", 1)
+    world.ready()
+    world.settle()
+    assert all(client.finished for client in world.clients.values())
+
+
+@pytest.mark.parametrize(("status", "lives"), [(4, 1), (1, 3)])
+def test_a_start_that_cannot_succeed_gives_up(status: int, lives: int) -> None:
+    world = World(first, SPLIT)
+    for life in range(1, lives + 1):
+        assert not world.gave_up
+        key = WorkerKey("decode-0", life)
+        world.workers[key].alive = False
+        world.handle(e.LauncherExited(key, status=status))
+        world.advance(until_ns=world.now_ns + SECOND)
+    (command,) = world.gave_up
+    assert (command.worker.worker, command.status) == ("decode-0", status)
+    assert state(world, "decode-0") is WorkerState.STOPPED
+
+
+def test_launcher_that_sees_no_exit_is_not_waited_for() -> None:
+    world = World(first, ONE).ready()
+    key = live_key(world, "worker-0")
+    world.silent.add(key)
+    world.workers[key].alive = False  # StopWorker will do nothing, no exit will come
+    world.advance(until_ns=world.now_ns + 5 * SECOND)
+    assert world.core.state.workers["worker-0"].incarnation == 2
+
+
+def test_silence_of_one_is_death_and_its_requests_move() -> None:
+    world = World(first, [("a", "both"), ("b", "both"), ("c", "both")]).ready()
+    world.submit(LONG, max_tokens=100)
+    holder = next(key for key, queue in world.to_engine.items() if queue)
+    world.silent.add(holder)
+    start = world.now_ns
+    world.advance(until_ns=start + int(1.2 * SECOND))
+    assert world.core.state.workers[holder.worker].suspect
+    assert state(world, holder.worker) is WorkerState.READY
+    world.advance(until_ns=start + int(1.7 * SECOND))
+    assert holder in world.closed
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_silence_of_all_at_once_is_doubted_first() -> None:
+    world = World(first, SPLIT).ready()
+    world.silent.update(world.alive())
+    start = world.now_ns
+    world.advance(until_ns=start + int(2.5 * SECOND))
+    assert not world.closed
+    world.advance(until_ns=start + int(3.3 * SECOND))
+    assert len(world.closed) == 2
+
+
+def test_own_stall_is_not_the_death_of_others() -> None:
+    world = World(first, ONE).ready()
+    world.advance(until_ns=SECOND)
+    world.now_ns += 30 * SECOND  # we slept; timers fire late, heartbeats wait in the sockets
+    del world.timers[("tick", "")]
+    world.handle(e.TimerFired(("tick", "")))
+    assert state(world, "worker-0") is WorkerState.READY
+    assert world.core.state.counters["own_stalls"] == 1
+
+
+def test_frozen_engine() -> None:
+    world = World(first, ONE).ready()
+    key = live_key(world, "worker-0")
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "ready", 0, "T")))
+    world.now_ns += SECOND // 4
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "ready", 0, "S")))
+    world.now_ns += SECOND // 4
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "ready", 0, "T")))
+    assert state(world, "worker-0") is WorkerState.READY
+    world.now_ns += SECOND // 2
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "ready", 0, "T")))
+    assert key in world.closed
+    assert "frozen" in world.core.status(0)["workers"][0]["last_loss"]
+
+
+def test_hung_step() -> None:
+    world = World(first, ONE).ready()
+    key = live_key(world, "worker-0")
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 9_000, "R")))
+    assert state(world, "worker-0") is WorkerState.READY
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "loading", 90_000, "R")))
+    assert state(world, "worker-0") is WorkerState.READY
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 10_001, "R")))
+    assert key in world.closed
+
+
+def test_reserve_without_an_answer_moves_on() -> None:
+    world = World(first, SPLIT).ready()
+    world.submit(LONG)
+    key = live_key(world, "decode-0")
+    world.to_engine[key].clear()  # D's engine is deaf
+    world.advance(until_ns=11 * SECOND)
+    assert world.to_engine[key]
+    assert "no answer" in " ".join(world.core.story(1))
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_poison_is_quarantined_and_nobody_else_suffers() -> None:
+    world = World(first, [("a", "both"), ("b", "both")]).ready()
+    poison = [666] * 20
+    world.crash_on = lambda worker: any(s.work.token_ids[:1] == [666] for s in worker.sequences.values())
+    for index in range(4):
+        world.submit([index] * 20, max_tokens=60)
+    world.submit(poison)
+    world.settle()
+    failures = {request: client.failure for request, client in world.clients.items()}
+    assert failures.pop(5).code == "quarantined"
+    assert set(failures.values()) == {None}
+    assert all(client.finished for request, client in world.clients.items() if request != 5)
+    assert world.core.state.counters["workers_lost"] == 3
+
+
+@pytest.mark.parametrize("signal", [9, 15])
+def test_killed_engines_blame_nobody(signal: int) -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=30)
+    for _ in range(5):
+        key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
+        world.kill(key, signal)
+        for event in world.endings.pop(key):
+            world.handle(event)
+        world.advance(until_ns=world.now_ns + 3 * SECOND)
+        world.ready()
+    assert world.clients[1].failure is None
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_the_agents_word_may_come_after_the_exit() -> None:
+    """The launcher's event overtakes the agent's last message: the restart waits for it, and blame is not lost."""
+    world = World(first, ONE).ready()
+    world.submit([666] * 20)
+    key = live_key(world, "worker-0")
+    world.workers[key].alive = False
+    said = world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    said += world.handle(e.LauncherExited(key, status=0))
+    assert not any(isinstance(command, c.LaunchWorker) for command in said)
+    world.handle(e.WorkerMessage(key, EngineExited(signal=11)))
+    choice = world.core.state.requests[1].choices[0]
+    assert choice.blames == 1
+    said = world.handle(e.ConnectionLost(key, "agent", "EOF"))
+    assert any(isinstance(command, c.LaunchWorker) for command in said)
+
+
+def test_endless_failures_end_the_request() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG)
+    key = live_key(world, "worker-0")
+    attempts = 0
+    while not world.clients[1].ended:
+        attempts += 1
+        world.to_engine[key].clear()
+        world.handle(e.WorkerMessage(key, SequenceFailed(1, 0, attempts, "broken", True)))
+        world.advance(until_ns=world.now_ns + 2 * SECOND)
+    assert world.clients[1].failure.code == "retries_exhausted"
+    assert attempts == ControlConfig().retry.max_failures + 1
+
+
+def test_a_failure_of_the_request_itself_is_not_retried() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, n=2)
+    key = live_key(world, "worker-0")
+    world.handle(e.WorkerMessage(key, SequenceFailed(1, 1, 1, "step raised ValueError", False)))
+    failure = world.clients[1].failure
+    assert (failure.status, failure.code) == (500, "engine_error")
+    assert "step raised ValueError" in failure.message
+    world.settle()
+    assert not world.workers[key].sequences
+
+
+def test_transfer_failures_end_in_one_worker_doing_both() -> None:
+    world = World(first, SPLIT).ready()
+    world.submit(LONG)
+    key = live_key(world, "decode-0")
+    for attempt in (1, 2):
+        world.handle(e.WorkerMessage(key, SequenceFailed(1, 0, attempt, "transfer aborted", True)))
+        world.advance(until_ns=world.now_ns + SECOND)
+    assert "run on decode-0" in world.core.story(1)[-1]
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_a_draining_worker_finishes_and_takes_nothing() -> None:
+    world = World(first, [("a", "both"), ("b", "both")]).ready()
+    world.submit(LONG, max_tokens=40)
+    holder = next(key for key, queue in world.to_engine.items() if queue)
+    world.handle(e.WorkerMessage(holder, Heartbeat(0, "draining", 0, "S")))
+    assert state(world, holder.worker) is WorkerState.DRAINING
+    assert any(isinstance(message, Drain) for message in world.to_engine[holder])
+    world.submit([1, 2, 3])
+    assert sum(isinstance(m, Drain) is False for m in world.to_engine[holder]) == 1
+    world.run(300)
+    assert world.clients[1].finished
+    world.handle(e.WorkerMessage(holder, Drained()))
+    world.workers[holder].alive = False
+    said = []
+    for process in ("engine", "agent"):
+        said += world.handle(e.ConnectionLost(holder, process, "EOF"))
+    said += world.handle(e.LauncherExited(holder, status=0))
+    assert any(isinstance(command, c.LaunchWorker) for command in said)
+    assert world.core.state.workers[holder.worker].failures == 0
+
+
+def test_refusal_because_of_draining_goes_elsewhere() -> None:
+    world = World(first, [("a", "both"), ("b", "both")]).ready()
+    world.submit([1, 2, 3])
+    holder = next(key for key, queue in world.to_engine.items() if queue)
+    world.to_engine[holder].clear()
+    world.handle(e.WorkerMessage(holder, Refuse(1, 0, 1, "draining")))
+    assert state(world, holder.worker) is WorkerState.DRAINING
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_drain_then_stop() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=50)
+    world.run(5)
+    assert not any(isinstance(command, c.Quiesced) for command in world.handle(e.DrainRequested()))
+    assert world.submit([1]).code == "shutting_down"
+    said = world.handle(e.StopRequested())
+    assert world.clients[1].failure.code == "shutting_down"
+    assert any(isinstance(command, c.Quiesced) for command in said)
+    assert [command.kill for command in said if isinstance(command, c.StopWorker)] == [False]
+    assert not world.handle(e.LauncherExited(WorkerKey("worker-0", 1), signal=15))
+    assert state(world, "worker-0") is WorkerState.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("entry", "reopened"),
+    [
+        ((1, 0, 1, 0, [5, 6]), False),  # known already
+        ((1, 0, 1, 5, [1]), True),  # a gap
+        ((1, 0, 1, 2, []), True),  # nothing
+        ((1, 0, 1, 2, [1000]), True),  # no such token
+        ((1, 0, 1, 2, [-1]), True),
+        ((1, 0, 1, 2, [1] * 7), True),  # more than asked for
+        ((1, 0, 1, 0, [5, 7]), True),  # another token at a position delivered before
+        ((1, 0, 2, 2, [1]), False),  # no such attempt
+        ((1, 1, 1, 2, [1]), False),  # no such choice
+        ((1, -1, 1, 2, [1]), False),
+        ((2, 0, 1, 2, [1]), False),  # no such request
+    ],
+)
+def test_only_the_next_position_counts(entry: tuple, reopened: bool) -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=8)
+    key = live_key(world, "worker-0")
+    client = world.clients[1]
+    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
+    world.handle(e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, 0, [5, 6])])))
+    world.handle(e.WorkerMessage(key, Tokens([TokenEntry(*entry)])))
+    assert client.tokens[0] == [5, 6]
+    assert (world.core.state.requests[1].choices[0].attempt > 1 or len(world.core.state.queue) > 0) == reopened
+    disagrees = entry == (1, 0, 1, 0, [5, 7])
+    assert world.core.state.counters["token_disagreements"] == disagrees
+
+
+def test_overlapping_entries_are_trimmed() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=8)
+    key = live_key(world, "worker-0")
+    client = world.clients[1]
+    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
+    world.handle(e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, 0, [5, 6])])))
+    world.handle(
+        e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, 1, [6, 7, 8], logprobs=[(-1.0, []), (-2.0, []), (-3.0, [])])]))
+    )
+    assert client.tokens[0] == [5, 6, 7, 8]
