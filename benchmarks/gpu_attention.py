@@ -1,9 +1,10 @@
 """Attention: P3 on every position of thousands of rows, then speed against torch SDPA and the device copy.
 
-``python benchmarks/gpu_attention.py --out DIR`` on a GPU.
+``python -m benchmarks.gpu_attention --out DIR`` on a GPU.
 """
 
 import argparse
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpu_timing import Report, copy_rate, graph_time_us
+from benchmarks.gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 
@@ -125,10 +126,10 @@ def check(report: Report, hopper: bool) -> None:
                 try:
                     if chunk:
                         lower = length - 40 * chunk if chunk < 100 else 0
-                        edges = list(range(max(0, lower), length, chunk)) + [length]
+                        edges = [*range(max(0, lower), length, chunk), length]
                     else:
                         edges = [0, *sorted(random.sample(range(1, length), 12)), length]
-                    got = torch.cat([case.prefill(a, b, config) for a, b in zip(edges, edges[1:])])
+                    got = torch.cat([case.prefill(a, b, config) for a, b in itertools.pairwise(edges)])
                     bad = different(got, reference[edges[0] :])
                 except Exception as error:
                     bad = f"{type(error).__name__}: {str(error)[:120]}"

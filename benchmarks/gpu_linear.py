@@ -1,6 +1,6 @@
 """Linear layers: bits of every tile and of cuBLAS against the canon, then speed by shape and batch.
 
-``python benchmarks/gpu_linear.py --out DIR`` on a GPU; ``--warm I N`` only fills the compile cache (run several at once).
+``python -m benchmarks.gpu_linear --out DIR`` on a GPU; ``--warm I N`` only fills the compile cache (run several at once).
 """
 
 import argparse
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpu_timing import Report, copy_rate, graph_time_us
+from benchmarks.gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.cuda import linear as module
 from relay.kernels.cuda.linear import LinearTile as T
 from relay.kernels.cuda.linear import linear

@@ -1,9 +1,10 @@
 """A whole model on the backend: P4 and P7 on random weights, draws against the numpy sampler, then step times.
 
-``python benchmarks/gpu_model.py --out DIR [--part check|time|all]`` on a GPU. Shapes: Llama-3.1-8B and SmolLM2-135M, random weights.
+``python -m benchmarks.gpu_model --out DIR [--part check|time|all]`` on a GPU. Shapes: Llama-3.1-8B and SmolLM2-135M.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_timing import Report, copy_rate, graph_time_us
+from benchmarks.gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.backend import Batch
 from relay.kernels.cuda import launch
 from relay.kernels.cuda.backend import CudaBackend
-from relay.kernels.program import Buffer, Linear, Program, RmsNorm
+from relay.kernels.program import Linear, Program, RmsNorm
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
@@ -93,7 +94,7 @@ class Paths:
             capture_logits=True,
         )
         edges = [0, *self.points, self.ops] if cut else [0, self.ops]
-        for start, stop in zip(edges, edges[1:]):
+        for start, stop in itertools.pairwise(edges):
             self.backend.run(start, stop, batch)
         self.backend.sample(batch)
         return self.backend.logits().copy()
@@ -287,7 +288,7 @@ def time_pipelined(backend: CudaBackend, ops: int, batch: int, steps: int = 24) 
         waiting = data
     assert waiting is not None
     backend.sample(waiting)
-    return statistics.median(b - a for a, b in zip(fetched[4:], fetched[5:])) * 1e3
+    return statistics.median(b - a for a, b in itertools.pairwise(fetched[4:])) * 1e3
 
 
 def time_prefill(report: Report, name: str, config: ModelConfig, backend: CudaBackend, ops: int, width: int) -> None:

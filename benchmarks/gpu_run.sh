@@ -10,14 +10,14 @@ for job in "$@"; do
   read -r name seconds <<<"$job"
   case "$name" in
     linear)
-      for i in $(seq 0 11); do timeout 120 python3 benchmarks/gpu_linear.py --warm "$i" 12 & done
+      for i in $(seq 0 11); do timeout 120 python3 -m benchmarks.gpu_linear --warm "$i" 12 & done
       wait
-      run linear "$seconds" benchmarks/gpu_linear.py ;;
-    linear_tall) run linear_tall "$seconds" benchmarks/gpu_linear.py --tall ;;
-    attention) run attention "$seconds" benchmarks/gpu_attention.py ;;
-    attention_hopper) run attention_hopper "$seconds" benchmarks/gpu_attention.py --hopper ;;
-    model_check) run model_check "$seconds" benchmarks/gpu_model.py --part check ;;
-    model_time) run model_time "$seconds" benchmarks/gpu_model.py --part time ;;
+      run linear "$seconds" -m benchmarks.gpu_linear ;;
+    linear_tall) run linear_tall "$seconds" -m benchmarks.gpu_linear --tall ;;
+    attention) run attention "$seconds" -m benchmarks.gpu_attention ;;
+    attention_hopper) run attention_hopper "$seconds" -m benchmarks.gpu_attention --hopper ;;
+    model_check) run model_check "$seconds" -m benchmarks.gpu_model --part check ;;
+    model_time) run model_time "$seconds" -m benchmarks.gpu_model --part time ;;
     *) echo "unknown benchmark $name"; exit 2 ;;
   esac
 done

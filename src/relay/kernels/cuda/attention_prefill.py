@@ -133,7 +133,7 @@ def prefill_attention(
     warps: int = 8,
     stages: int = 2,
 ) -> None:
-    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from the caches; ``out`` [tokens, q_heads * dim]; ``work`` as for the kernel."""
+    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from the caches; ``out`` [tokens, q_heads * dim]; ``work`` as the kernel's."""
     _, kv_heads, block_size, dim = k_cache.shape
     group = out.shape[1] // (kv_heads * dim)
     pdl = pdl_enabled()

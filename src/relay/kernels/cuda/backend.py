@@ -4,8 +4,8 @@ Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of int
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
 decode batch up to a captured size cannot change a bit.
 
-``run`` up to the last op queues the draw too, into a pinned buffer of the step's own; ``sample`` waits for it. A caller may therefore
-``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
+``run`` up to the last op queues the draw too, into a pinned buffer of the step's own; ``sample`` waits for it. A caller may
+therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
 import threading

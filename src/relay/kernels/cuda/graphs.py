@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, one a (batch size, number of splits), captured on first use or by ``warm_up``."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ class DecodeGraphs:
         self._backend = backend
         self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def forget(self) -> None:
         """Drop all graphs: buffers they point at are about to move."""

@@ -190,8 +190,8 @@ def sample_rows(
 ) -> None:
     """Draw a token for each row of ``logits`` [rows, vocab] (bf16 or fp32), contiguous.
 
-    ``tokens`` int32 [rows]: step token whose logits they are, so its position + 1 is drawn; ``slots`` int32 [rows]. Writes ``drawn``
-    int32 [rows, 2] (token, flags) and each slot's last token. A flagged row's token means nothing.
+    ``tokens`` int32 [rows]: step token whose logits they are, so its position + 1 is drawn; ``slots`` int32 [rows]. Writes
+    ``drawn`` int32 [rows, 2] (token, flags) and each slot's last token. A flagged row's token means nothing.
     """
     rows, vocab = logits.shape
     pdl = pdl_enabled()

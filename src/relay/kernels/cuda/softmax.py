@@ -9,8 +9,8 @@ Lane j of 4 holds the columns with (column // 2) % 4 == j, the ones a thread of 
 written out in ``lane_sums`` with elementwise additions of halves: no compiler-chosen reduction order is left, whatever the layout.
 A split's l is (l0 + l1) + (l2 + l3). Splits fold in ascending order from the identity:
     M' = max(M, m); w1 = exp2((M - M') * c), w2 = exp2((m - M') * c); ACC = fma(acc, w2, ACC * w1); L = fma(l, w2, L * w1).
-An invisible tile or split is an exact identity, and folding the first split from the identity is exact. The output is ACC * (1 / L),
-the division IEEE, rounded once to bf16.
+An invisible tile or split is an exact identity, and folding the first split from the identity is exact. The output is
+ACC * (1 / L), the division IEEE, rounded once to bf16.
 """
 
 import triton
