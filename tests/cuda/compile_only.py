@@ -11,6 +11,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 _TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -18,13 +19,18 @@ SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Shared memory in bytes, registers a thread, bytes of stack, and how often each instruction stands in the SASS."""
+    """Shared memory in bytes, registers a thread, bytes of stack, and how often each instruction stands in the SASS.
+
+    ``exponentials_before_waits``: for each wait for the tensor cores, the exponentials since their last product was issued.
+    """
 
     shared: int
     registers: int
     stack: int
     spills: int
     counts: dict[str, int]
+    exponentials_before_waits: list[int]
+    ptx: str
 
 
 def compile_for(
@@ -39,7 +45,8 @@ def compile_for(
         if name not in constants
         and (types[name].startswith("*") or name in ("K", "N", "x_stride", "y_stride", "qkv_stride"))
     }
-    source = ASTSource(
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(
         kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -56,10 +63,21 @@ def compile_for(
     counts: dict[str, int] = {}
     for word in re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass, re.M):
         counts[word] = counts.get(word, 0) + 1
+    waits: list[int] = []
+    exponentials = 0
+    for word in re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR)\b", sass):
+        if word == "HGMMA":
+            exponentials = 0
+        elif word == "MUFU.EX2":
+            exponentials += 1
+        else:
+            waits.append(exponentials)
     return Compiled(
         shared=compiled.metadata.shared,
         registers=numbers.get("REG", 0),
         stack=numbers.get("STACK", 0),
         spills=counts.get("STL", 0) + counts.get("LDL", 0),
         counts=counts,
+        exponentials_before_waits=waits,
+        ptx=compiled.asm["ptx"],
     )

@@ -1,19 +1,28 @@
-"""A whole program on the CPU through Triton's interpreter: the backend's launches and steps without its streams and graphs.
+"""Checks of the kernels on the CPU through Triton's interpreter, at tiny shapes; ``python -m tests.cuda.interpreted CHECK``.
 
-Run in a process of its own (``python -m tests.cuda.interpreted``) with TRITON_INTERPRET=1: the interpreter is chosen at import.
+Needs TRITON_INTERPRET=1 in the environment: the interpreter is chosen at import. ``program`` runs a whole model through the
+backend's launches and steps, without its streams and graphs.
 """
+
+import sys
 
 import numpy as np
 import torch
 
 from relay.kernels import packing
 from relay.kernels.backend import Batch
+from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
+from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
+from relay.kernels.cuda.kv_copy import copy_kv
+from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
+from relay.kernels.sampler import SlotState, draw
+from relay.protocol.sampling import SamplingParams
 
 BLOCK = 16
 BLOCKS = 40
@@ -95,11 +104,122 @@ def batch_of(pieces: list[tuple[list[int], int, list[int], int]]) -> Batch:
     )
 
 
-def main() -> None:
-    """P4 in small: whole, chunked, decoded, beside another; prints one line a path and fails at the first difference."""
-    from tests.cuda import tensor_core_model
+def check_linear() -> None:
+    """P1, P2: every way of tiling, and a row alone, give the same accumulator."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 80, generator=generator).bfloat16()
+    w = torch.randn(40, 80, generator=generator).bfloat16()
+    reference = torch.zeros(5, 40)
+    linear(x, w, reference, LinearTile(16, 16, 16))
+    assert torch.allclose(reference, x.float() @ w.float().T, atol=1e-4)
+    for tile in (LinearTile(16, 32, 64), LinearTile(16, 32, 32, swap=True), LinearTile(32, 16, 32, tma=True)):
+        y = torch.zeros(5, 40)
+        linear(x, w, y, tile)
+        assert torch.equal(y, reference), tile
+    alone = torch.zeros(1, 40)
+    linear(x[3:4], w, alone, LinearTile(16, 16, 32))
+    assert torch.equal(alone[0], reference[3])
+    rounded = torch.zeros(5, 40, dtype=torch.bfloat16)
+    linear(x, w, rounded, LinearTile(16, 32, 64))
+    assert torch.allclose(rounded.float(), reference, rtol=2**-7)  # the interpreter truncates where the device rounds
 
-    tensor_core_model.install()
+
+def check_attention() -> None:
+    """P3 over an edge of a split: chunks and decode equal the whole, free memory full of NaN; near the exact result."""
+    generator = torch.Generator().manual_seed(1)
+    group, dim, block, length, start = 2, 16, 16, 530, 500
+    blocks = -(-length // block) + 2
+    nan = float("nan")
+    order = torch.randperm(blocks, generator=generator)[: blocks - 2]
+    caches = []
+    for _ in range(2):
+        cache = torch.full((blocks, 1, block, dim), nan, dtype=torch.bfloat16)
+        values = torch.randn(len(order) * block, dim, generator=generator).bfloat16()
+        values[length:] = nan
+        cache[order, 0] = values.view(-1, block, dim)
+        caches.append((cache, values[:length].float()))
+    (k_cache, keys), (v_cache, values) = caches
+    table = order.to(torch.int32)[None]
+    qkv = torch.randn(length, (group + 2) * dim, generator=generator).bfloat16()
+
+    def prefill(first: int, stop: int, rows: int) -> torch.Tensor:
+        out = torch.zeros(stop - first, group * dim)
+        work = torch.tensor(prefill_work([(0, 0, stop - first, first)], group, rows), dtype=torch.int32)
+        prefill_attention(qkv[first:stop], k_cache, v_cache, table, work, out, dim**-0.5, tile_rows=rows)
+        return out
+
+    whole = prefill(start, length, 16)
+    assert torch.equal(torch.cat([prefill(start, 513, 32), prefill(513, length, 16)]), whole), "chunks differ"
+    positions = torch.tensor([500, 511, 512, 513, 529], dtype=torch.int32)
+    entries = torch.arange(len(positions), dtype=torch.int32)
+    splits = split_count(length)
+    out = torch.zeros(len(positions), group * dim)
+    decode_attention(
+        qkv[positions.long()],
+        k_cache,
+        v_cache,
+        table,
+        positions,
+        entries,
+        torch.zeros_like(entries),
+        decode_scratch(len(positions), group, dim, splits, "cpu"),
+        out,
+        dim**-0.5,
+        splits,
+    )
+    assert torch.equal(out, whole[positions.long() - start]), "decode differs"
+    for position in (500, 529):
+        q = qkv[position, : group * dim].float().view(group, dim)
+        weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
+        assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+def check_sampler() -> None:
+    """The device's draw is the numpy definition's, ties and NaN included."""
+    generator = torch.Generator().manual_seed(2)
+    rows, vocab = 8, 5000
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).bfloat16()
+    logits[0, 100] = logits[0, 4000] = 20.0
+    tables, scratch = SamplerTables(rows, "cpu"), SamplerScratch(rows, vocab, "cpu")
+    want = []
+    for row in range(rows):
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=(0.0, 0.7, 1.0, 1.3)[row % 4],
+            min_p=(0.0, 0.05)[row // 4],
+            seed=0x9123456789ABCDEF * (row + 1) % (1 << 64),
+        )
+        tables.set(row, params.temperature, params.min_p, params.seed, row, 1)
+        want.append(draw(logits[row].float().numpy(), SlotState(params, row, [1] * (row + 3), [])).token_id)
+    index = torch.arange(rows, dtype=torch.int32)
+    drawn = torch.zeros(rows, 2, dtype=torch.int32)
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn)
+    assert want[0] == 100, "ties go to the lowest id"
+    assert drawn.tolist() == [[token, 0] for token in want]
+    logits[1, 7] = float("nan")
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn)
+    assert drawn[:, 1].tolist() == [0, 1, *[0] * (rows - 2)]
+
+
+def check_kv_copy() -> None:
+    """Gather and scatter are inverse and follow the block table."""
+    generator = torch.Generator().manual_seed(3)
+    k_cache, v_cache = (torch.randn(6, 3, 16, 8, generator=generator).bfloat16() for _ in range(2))
+    table = torch.tensor([4, 1, 5], dtype=torch.int32)
+    flat = torch.zeros(2, 21, 24, dtype=torch.bfloat16)
+    copy_kv(k_cache, v_cache, table, flat, 11, store=False)
+    want = k_cache[table.long()].transpose(1, 2).reshape(48, 24)[11:32]
+    assert torch.equal(flat[0], want)
+    other = [torch.zeros_like(k_cache) for _ in range(2)]
+    moved = torch.tensor([0, 2, 3], dtype=torch.int32)
+    copy_kv(*other, moved, flat, 11, store=True)
+    back = torch.zeros_like(flat)
+    copy_kv(*other, moved, back, 11, store=False)
+    assert torch.equal(back, flat)
+
+
+def check_program() -> None:
+    """P4 in small: whole, chunked, decoded, beside another."""
     model = Interpreted()
     tokens = [(7 * i) % GEOMETRY.vocab for i in range(20)]
     assert model.device.kv is not None
@@ -111,14 +231,26 @@ def main() -> None:
             step = model.run(batch_of([(tokens[first : first + chunk], first, [9, 4], 1)]))
         assert torch.equal(model.logits(step), whole), f"chunks of {chunk} differ"
         assert torch.equal(model.device.kv[:, :, [9, 4], :, :4], kv[:, :, :, :, :4]), f"KV of chunks of {chunk} differs"
-        print(f"chunks of {chunk} equal")
     model.run(batch_of([(tokens[:19], 0, [20, 21], 2)]))
     step = model.run(batch_of([(tokens[19:], 19, [20, 21], 2), (tokens[:5], 0, [30], 3)]))
     assert torch.equal(model.logits(step)[:1], whole), "decode beside a prompt differs"
-    print("decode beside a prompt equal")
-    model.tables.set(2, 0.9, 0.01, 0x123456789ABCDEF0, 1, 0)
-    print("drawn", model.draw(step))
+    params = SamplingParams(max_tokens=4, temperature=0.9, min_p=0.01, seed=0x123456789ABCDEF0)
+    model.tables.set(2, params.temperature, params.min_p, params.seed, 1, 0)
+    want = draw(model.logits(step)[0].numpy(), SlotState(params, 1, tokens, [])).token_id
+    assert model.draw(step)[0] == want, "the model's draw differs"
+    assert int(model.tables.last_tokens[2]) == want
 
+
+CHECKS = {
+    "linear": check_linear,
+    "attention": check_attention,
+    "sampler": check_sampler,
+    "kv_copy": check_kv_copy,
+    "program": check_program,
+}
 
 if __name__ == "__main__":
-    main()
+    from tests.cuda import tensor_core_model
+
+    tensor_core_model.install()
+    CHECKS[sys.argv[1]]()

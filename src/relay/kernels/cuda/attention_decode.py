@@ -11,7 +11,7 @@ import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
-from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
+from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, pair_step
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -58,11 +58,15 @@ def split_kernel(
         lanes = tl.zeros([ROWS, 4], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         end = tl.minimum(split * SPLIT + SPLIT, position + 1)
-        for s0 in range(split * SPLIT, end, TILE):
-            k = load_tile(k_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-            v = load_tile(v_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-            s = tl.where((s0 + n)[None, :] <= position, tl.dot(q, tl.trans(k)), float("-inf"))
-            m, lanes, acc = tile_step(s, v, m, lanes, acc, c, ROWS)
+        for first in range(split * SPLIT, end, 2 * TILE):
+            second = first + TILE
+            k0 = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+            k1 = load_tile(k_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+            v0 = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+            v1 = load_tile(v_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+            s0 = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k0)), float("-inf"))
+            s1 = tl.where((second + n)[None, :] <= position, tl.dot(q, tl.trans(k1)), float("-inf"))
+            m, lanes, acc = pair_step(s0, s1, v0, v1, m, lanes, acc, c, ROWS)
         l = lane_total(lanes, ROWS)
         if SPLITS == 1:
             none = tl.full([ROWS], LOWEST, tl.float32)

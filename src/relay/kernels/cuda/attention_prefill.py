@@ -34,7 +34,7 @@ def load_tile(
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM)
     if BLOCK % TILE == 0:
-        block = tl.load(table + s0 // BLOCK).to(tl.int64)
+        block = tl.load(table + tl.minimum(s0, last) // BLOCK).to(tl.int64)  # a tile past the end reads what is there
         at = cache + ((block * KV_HEADS + head) * BLOCK + s0 % BLOCK + n[:, None]) * DIM + d[None, :]
     else:
         position = tl.minimum(s0 + n, last)
@@ -133,7 +133,7 @@ def prefill_attention(
     warps: int = 8,
     stages: int = 2,
 ) -> None:
-    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from the caches; ``out`` [tokens, q_heads * dim]; ``work`` as the kernel's."""
+    """q from ``qkv`` [tokens, (q + 2 kv) * dim], keys from caches; ``out`` [tokens, q_heads * dim]; ``work`` as the kernel's."""
     _, kv_heads, block_size, dim = k_cache.shape
     group = out.shape[1] // (kv_heads * dim)
     pdl = pdl_enabled()

@@ -25,13 +25,13 @@ from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
-from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
+from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, sample_rows
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.cuda.weights import to_device
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, Program, RmsNorm
-from relay.kernels.sampler import SlotState, draw
+from relay.kernels.sampler import InvalidLogits, SlotState, draw
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
@@ -257,12 +257,14 @@ class CudaBackend:
         pending.event.synchronize()
         tokens: list[SampledToken] = []
         for row, (state, (token, flags)) in enumerate(zip(pending.states, pending.host.tolist(), strict=True)):
-            if not flags and not _needs_host(state):
+            if not _needs_host(state):
+                if flags:
+                    raise InvalidLogits(row, FLAGS[flags & 3])
                 tokens.append(SampledToken(token))
                 continue
+            assert pending.logits is not None
             with torch.cuda.stream(self._stream):
-                kept = pending.logits if pending.logits is not None else self._device.buffers[Buffer.L]
-                sampled = draw(kept[row].float().cpu().numpy(), state, row)
+                sampled = draw(pending.logits[row].float().cpu().numpy(), state, row)
                 self._tables.last_tokens[pending.slots[row]] = sampled.token_id
             tokens.append(sampled)
         pending.tokens = tokens

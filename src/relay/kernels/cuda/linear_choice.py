@@ -69,7 +69,7 @@ class LinearLayer:
 
     def test(self, w: torch.Tensor, largest: int) -> None:
         """Compare the library with the Triton kernel at every number of rows up to ``largest``."""
-        x = test_rows(largest, self.depth, w.device)
+        x = probing_rows(largest, self.depth, w.device)
         reference = torch.empty(largest, self.outputs, dtype=torch.bfloat16, device=w.device)
         linear(x, w, reference, TALL)
         got = torch.empty_like(reference)
@@ -100,7 +100,7 @@ class LinearLayer:
         linear(x[:rows], w, y[:rows], TALL)
 
 
-def test_rows(rows: int, depth: int, device: torch.device) -> torch.Tensor:
+def probing_rows(rows: int, depth: int, device: torch.device) -> torch.Tensor:
     """bf16 values over several binades, so that another order of additions shows in the rounded result."""
     generator = torch.Generator(device=device).manual_seed(depth)
     x = torch.randn(rows, depth, device=device, generator=generator)

@@ -15,8 +15,11 @@ from relay.kernels import sampler_math as sm
 from relay.kernels.cuda.launch import launch_options, pdl_enabled, pdl_start
 
 CHUNK = 2048
-BAD_LOGIT = 1  # flag: NaN or +inf among the logits
-NOTHING_LEFT = 2  # flag: every token is masked, or the division overflowed
+FLAGS = {
+    1: "a logit is NaN or +inf",
+    2: "no token is left to draw, or a logit overflowed when divided by the temperature",
+    3: "a logit is NaN or +inf",
+}
 
 
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(value) for value in sm.LOG_COEFFICIENTS)
