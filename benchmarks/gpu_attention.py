@@ -17,7 +17,7 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 
 PREFILL = [(64, 4, 2), (128, 8, 2)]
-DECODE = [(16, 4, 3), (16, 4, 5), (16, 4, 7), (64, 4, 5)]
+DECODE = [(16, 4, 3, False), (16, 4, 7, False), (16, 4, 3, True), (16, 4, 5, True), (16, 4, 4, True), (64, 4, 3, False)]
 
 
 class Case:
@@ -60,13 +60,13 @@ class Case:
         )
         return out
 
-    def decode(self, positions: torch.Tensor, config: tuple[int, int, int]) -> torch.Tensor:
+    def decode(self, positions: torch.Tensor, config: tuple[int, int, int, bool]) -> torch.Tensor:
         """Every position as an entry of its own, all in one launch."""
         count = positions.shape[0]
         out = torch.full((count, self.q_heads * self.dim), float("nan"), device="cuda", dtype=torch.float32)
         tokens = torch.arange(count, dtype=torch.int32, device="cuda")
         splits = split_count(int(positions.max()) + 1)
-        rows, warps, stages = config
+        rows, warps, stages, pair = config
         decode_attention(
             self.qkv[positions.long()].contiguous(),
             self.k,
@@ -82,6 +82,7 @@ class Case:
             tile_rows=rows,
             warps=warps,
             stages=stages,
+            pair=pair,
         )
         return out
 
@@ -215,9 +216,9 @@ def time_decode(report: Report) -> None:
             splits = split_count(length)
             scratch = decode_scratch(batch, 32, 128, splits, "cuda")
             row: dict[str, float] = {}
-            for rows, warps, stages in DECODE:
+            for rows, warps, stages, pair in DECODE:
                 try:
-                    row[f"{rows}/{warps}/{stages}"] = graph_time_us(
+                    row[f"{rows}/{warps}/{stages}{' pair' if pair else ''}"] = graph_time_us(
                         lambda: [
                             decode_attention(
                                 qkv,
@@ -234,6 +235,7 @@ def time_decode(report: Report) -> None:
                                 tile_rows=rows,
                                 warps=warps,
                                 stages=stages,
+                                pair=pair,
                             )
                             for _ in range(4)
                         ],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
-from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, pair_step
+from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, pair_step, tile_step
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -37,6 +37,7 @@ def split_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PAIR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Entry i = program_id(2): step token tokens[i], block table row rows[i]; a negative position is a padding row."""
@@ -58,15 +59,22 @@ def split_kernel(
         lanes = tl.zeros([ROWS, 4], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         end = tl.minimum(split * SPLIT + SPLIT, position + 1)
-        for first in range(split * SPLIT, end, 2 * TILE):
-            second = first + TILE
-            k0 = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-            k1 = load_tile(k_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-            v0 = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-            v1 = load_tile(v_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-            s0 = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k0)), float("-inf"))
-            s1 = tl.where((second + n)[None, :] <= position, tl.dot(q, tl.trans(k1)), float("-inf"))
-            m, lanes, acc = pair_step(s0, s1, v0, v1, m, lanes, acc, c, ROWS)
+        if PAIR:
+            for first in range(split * SPLIT, end, 2 * TILE):
+                second = first + TILE
+                k0 = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+                k1 = load_tile(k_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+                v0 = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+                v1 = load_tile(v_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+                s0 = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k0)), float("-inf"))
+                s1 = tl.where((second + n)[None, :] <= position, tl.dot(q, tl.trans(k1)), float("-inf"))
+                m, lanes, acc = pair_step(s0, s1, v0, v1, m, lanes, acc, c, ROWS)
+        else:
+            for first in range(split * SPLIT, end, TILE):
+                k = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+                v = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+                s = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k)), float("-inf"))
+                m, lanes, acc = tile_step(s, v, m, lanes, acc, c, ROWS)
         l = lane_total(lanes, ROWS)
         if SPLITS == 1:
             none = tl.full([ROWS], LOWEST, tl.float32)
@@ -162,6 +170,7 @@ def decode_attention(
     tile_rows: int = 16,
     warps: int = 4,
     stages: int = 3,
+    pair: bool = False,
 ) -> None:
     """Attention of step tokens ``tokens`` int32 [entries]; ``splits`` >= ceil((longest position + 1) / 512), fixed in a graph."""
     _, kv_heads, block_size, dim = k_cache.shape
@@ -192,6 +201,7 @@ def decode_attention(
         SPLIT=SPLIT,
         ROWS=tile_rows,
         SPLITS=splits,
+        PAIR=pair,
         PDL=pdl,
         **({} if INTERPRETED else {"num_warps": warps, "num_stages": stages}),
         **launch_options(pdl),

@@ -8,6 +8,8 @@ Rows of V after the last token stored are zeroed in shared memory, since free ca
 are not: their weight is 0 and their values are finite, unless the model itself has overflowed.)
 """
 
+from functools import cache
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -73,52 +75,76 @@ def _fold(total_m, total_l, total_acc, m, l, acc, c):
 
 
 @gluon.jit
+def _share(items):
+    """How many items this program takes: one a round, forwards in even rounds and backwards in odd ones, for even shares."""
+    programs = gl.num_programs(0)
+    rounds = items // programs
+    place = gl.where(rounds % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return rounds + (place < items % programs).to(gl.int32)
+
+
+@gluon.jit
+def _item(work, turn, KV_HEADS: gl.constexpr):
+    """The program's item of round ``turn``: sequence row, first step token, tokens, start, tile index, KV head."""
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    number = turn * programs + place
+    at = work + number // KV_HEADS * 5
+    return (
+        gl.load(at).to(gl.int64),
+        gl.load(at + 1).to(gl.int64),
+        gl.load(at + 2),
+        gl.load(at + 3),
+        gl.load(at + 4),
+        number % KV_HEADS,
+    )
+
+
+@gluon.jit
 def _stream(
-    k_desc,
-    v_desc,
-    table,
-    k_ring,
-    v_ring,
-    bars,
-    head,
-    last,
-    stored,
-    KV_HEADS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    RING: gl.constexpr,
-):
-    """The copying warp: K and V tiles in order, as slots become free."""
+    k_desc, v_desc, block_tables, work, items, table_stride, k_ring, v_ring, bars,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: K and V tiles of all items as slots become free; an item's first tiles come during the last item."""
     DIM: gl.constexpr = k_ring.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
-    tiles = last // 64 + 1
-    for j in range(tiles):
-        slot = j % RING
-        parity = ((j // RING) & 1) ^ 1
-        block = gl.load(table + (j * 64) // BLOCK)
-        row = (block * KV_HEADS + head) * BLOCK + (j * 64) % BLOCK
-        mbarrier.wait(bars.index(RING + slot), parity)
-        mbarrier.expect(bars.index(slot), 64 * DIM * 2)
-        tma.async_copy_global_to_shared(k_desc, [row, 0], bars.index(slot), k_ring.index(slot))
-        mbarrier.wait(bars.index(3 * RING + slot), parity)
-        if j * 64 + 63 <= stored:
-            mbarrier.expect(bars.index(2 * RING + slot), 64 * DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, [row, 0], bars.index(2 * RING + slot), v_ring.index(slot))
-        else:
-            mbarrier.expect(bars.index(4 * RING), 64 * DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, [row, 0], bars.index(4 * RING), v_ring.index(slot))
-            mbarrier.wait(bars.index(4 * RING), 0)
-            for part in gl.static_range(8):
-                rows = v_ring.index(slot).slice(part * 8, 8)
-                n = j * 64 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-                value = rows.load(LAYOUT)
-                rows.store(gl.where((n <= stored)[:, None], value, gl.zeros([8, DIM], value.dtype, LAYOUT)))
-            fence_async_shared()
-            mbarrier.arrive(bars.index(2 * RING + slot), count=1)
+    done = 0
+    zeroed = 0
+    for turn in range(_share(items)):
+        row, _, tokens, start, index, head = _item(work, turn, KV_HEADS)
+        tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
+        stored = start + tokens - 1
+        table = block_tables + row * table_stride
+        for j in range(tiles):
+            slot = (done + j) % RING
+            parity = (((done + j) // RING) & 1) ^ 1
+            block = gl.load(table + (j * 64) // BLOCK)
+            at = (block * KV_HEADS + head) * BLOCK + (j * 64) % BLOCK
+            mbarrier.wait(bars.index(RING + slot), parity)
+            mbarrier.expect(bars.index(slot), 64 * DIM * 2)
+            tma.async_copy_global_to_shared(k_desc, [at, 0], bars.index(slot), k_ring.index(slot))
+            mbarrier.wait(bars.index(3 * RING + slot), parity)
+            if j * 64 + 63 <= stored:
+                mbarrier.expect(bars.index(2 * RING + slot), 64 * DIM * 2)
+                tma.async_copy_global_to_shared(v_desc, [at, 0], bars.index(2 * RING + slot), v_ring.index(slot))
+            else:
+                mbarrier.expect(bars.index(4 * RING), 64 * DIM * 2)
+                tma.async_copy_global_to_shared(v_desc, [at, 0], bars.index(4 * RING), v_ring.index(slot))
+                mbarrier.wait(bars.index(4 * RING), zeroed & 1)
+                zeroed += 1
+                for part in gl.static_range(8):
+                    rows = v_ring.index(slot).slice(part * 8, 8)
+                    n = j * 64 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+                    value = rows.load(LAYOUT)
+                    rows.store(gl.where((n <= stored)[:, None], value, gl.zeros([8, DIM], value.dtype, LAYOUT)))
+                fence_async_shared()
+                mbarrier.arrive(bars.index(2 * RING + slot), count=1)
+        done += tiles
 
 
 @gluon.jit
 def _advance(
-    q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+    q_buffer, k_ring, v_ring, bars, j, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
     RING: gl.constexpr, MASK: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Accumulate the values of tile j (weights in ``left``) while the scores and the softmax of tile j + 1 are made.
@@ -132,10 +158,10 @@ def _advance(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     nothing = gl.zeros([64, 64], gl.float32, SCORES)
-    slot = j % RING
-    next_slot = (j + 1) % RING
+    slot = (done + j) % RING
+    next_slot = (done + j + 1) % RING
     s_token = warpgroup_mma(q_buffer, k_ring.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(2 * RING + slot), (j // RING) & 1)
+    mbarrier.wait(bars.index(2 * RING + slot), ((done + j) // RING) & 1)
     acc_token = warpgroup_mma(left, v_ring.index(slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     mbarrier.arrive(bars.index(RING + next_slot), count=1)
@@ -153,8 +179,8 @@ def _advance(
     m, lanes, p, a = _softmax(s, m, lanes, c)
     # The wait for the K tile after next stands here because it is a loop: if nothing but arithmetic lay between, the assembler
     # would move the wait for the tensor cores in front of the softmax, and they would idle.
-    after = j + 2
-    mbarrier.wait(bars.index(after % RING), (after // RING) & 1, pred=after < tiles)
+    after = done + j + 2
+    mbarrier.wait(bars.index(after % RING), (after // RING) & 1, pred=j + 2 < tiles)
     acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
     mbarrier.arrive(bars.index(3 * RING + slot), count=1)
     if FOLD == 1:
@@ -172,11 +198,28 @@ def _advance(
 
 
 @gluon.jit
-def _attend(
-    qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
+def _attend_all(
+    qkv, out, q_buffer, k_ring, v_ring, bars, work, items, qkv_stride, c,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: 64 rows through all tiles."""
+    """A warpgroup: its 64 rows of each of the program's items."""
+    done = 0
+    for turn in range(_share(items)):
+        _, first_token, tokens, start, index, head = _item(work, turn, KV_HEADS)
+        tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
+        _attend(
+            qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, tiles, done, qkv_stride, c,
+            GROUP, KV_HEADS, RING, HALF,
+        )  # fmt: skip
+        done += tiles
+
+
+@gluon.jit
+def _attend(
+    qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, tiles, done, qkv_stride, c,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """64 rows through all tiles of an item; ``done`` tiles went through the ring before."""
     DIM: gl.constexpr = k_ring.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -194,7 +237,6 @@ def _attend(
     q_position = start + (base_row + gl.arange(0, 64, ROW)) // GROUP
     lowest = start + base_row // GROUP
     n = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
-    tiles = last // 64 + 1
     nothing = gl.zeros([64, 64], gl.float32, SCORES)
     m = gl.full([64], -1.0e30, gl.float32, ROW)
     lanes = _lane_sums(nothing, 64)
@@ -203,41 +245,42 @@ def _attend(
     total_l = gl.zeros([64], gl.float32, ROW)
     total_acc = acc
 
-    mbarrier.wait(bars.index(0), 0)
-    s = warpgroup_mma(q_buffer, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(done % RING), (done // RING) & 1)
+    s = warpgroup_mma(q_buffer, k_ring.index(done % RING).permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(bars.index(RING), count=1)
+    mbarrier.arrive(bars.index(RING + done % RING), count=1)
     if lowest < 63:
         s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
     m, lanes, p, _ = _softmax(s, m, lanes, c)
     left = gl.convert_layout(p.to(gl.bfloat16), LEFT)
-    mbarrier.wait(bars.index(1), 0, pred=tiles > 1)
+    mbarrier.wait(bars.index((done + 1) % RING), ((done + 1) // RING) & 1, pred=tiles > 1)
     # Steps whose next tile every row sees need no mask; those that complete no split need no fold.
     whole = gl.maximum((lowest + 1) // 64 - 1, 0)
     for split in range(whole // 8):
         for j in range(split * 8, split * 8 + 7):
             m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-                q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+                q_buffer, k_ring, v_ring, bars, j, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
                 RING, False, 0,
             )  # fmt: skip
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, split * 8 + 7, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
-            RING, False, 1,
+            q_buffer, k_ring, v_ring, bars, split * 8 + 7, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc,
+            c, RING, False, 1,
         )  # fmt: skip
     for j in range(whole // 8 * 8, whole):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+            q_buffer, k_ring, v_ring, bars, j, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
             RING, False, 0,
         )  # fmt: skip
     for j in range(whole, tiles - 1):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, j, tiles, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
+            q_buffer, k_ring, v_ring, bars, j, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc, c,
             RING, True, 2,
         )  # fmt: skip
-    final = tiles - 1
+    final = done + tiles - 1
     mbarrier.wait(bars.index(2 * RING + final % RING), (final // RING) & 1)
     acc_token = warpgroup_mma(left, v_ring.index(final % RING), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc_token])
+    mbarrier.arrive(bars.index(3 * RING + final % RING), count=1)
     l = gl.convert_layout(_lane_total(lanes, 64), ROW)
     total_m, total_l, total_acc = _fold(total_m, total_l, total_acc, m, l, acc, c)
 
@@ -249,23 +292,16 @@ def _attend(
     gl.store(out + o_at[:, None] + do[None, :], result, mask=(ro // GROUP < tokens)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["items", "table_stride"])
 def hopper_kernel(
-    qkv, k_desc, v_desc, block_tables, work, out, table_stride, qkv_stride, c,
+    qkv, k_desc, v_desc, block_tables, work, out, items, table_stride, qkv_stride, c,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    """``work`` as in ``attention_prefill.prefill_kernel``; k_desc and v_desc see the caches as [blocks * heads * BLOCK, DIM]."""
-    item = work + gl.program_id(0) * 5
-    head = gl.program_id(1)
-    row = gl.load(item)
-    first_token = gl.load(item + 1).to(gl.int64)
-    tokens = gl.load(item + 2)
-    start = gl.load(item + 3)
-    index = gl.load(item + 4)
-    last = start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)
-    stored = start + tokens - 1
-    table = block_tables + row.to(gl.int64) * table_stride
+    """``work`` as in ``attention_prefill.prefill_kernel``; k_desc and v_desc see the caches as [blocks * heads * BLOCK, DIM].
+
+    ``items`` = entries of ``work`` times KV heads; a program takes its share of them one after another.
+    """
     q_first = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
     q_second = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 64, DIM], SHARED)
@@ -281,11 +317,12 @@ def hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (qkv, out, q_first, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
-                       GROUP, KV_HEADS, RING, gl.constexpr(0))),
-            (_attend, (qkv, out, q_second, k_ring, v_ring, bars, head, first_token, tokens, start, index, last, qkv_stride, c,
-                       GROUP, KV_HEADS, RING, gl.constexpr(1))),
-            (_stream, (k_desc, v_desc, table, k_ring, v_ring, bars, head, last, stored, KV_HEADS, BLOCK, RING)),
+            (_attend_all, (qkv, out, q_first, k_ring, v_ring, bars, work, items, qkv_stride, c,
+                           GROUP, KV_HEADS, RING, gl.constexpr(0))),
+            (_attend_all, (qkv, out, q_second, k_ring, v_ring, bars, work, items, qkv_stride, c,
+                           GROUP, KV_HEADS, RING, gl.constexpr(1))),
+            (_stream, (k_desc, v_desc, block_tables, work, items, table_stride, k_ring, v_ring, bars,
+                       GROUP, KV_HEADS, BLOCK, RING)),
         ],
         [4, 1],
         [240, 24],
@@ -295,6 +332,12 @@ def hopper_kernel(
 def shared_layout() -> gl.NVMMASharedLayout:
     """128-byte swizzle of bf16 rows, as wgmma and the copy engine expect."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@cache
+def _processors() -> int:
+    """Multiprocessors of the device: programs of the persistent grid."""
+    return torch.cuda.get_device_properties().multi_processor_count
 
 
 def supported(block_size: int, dim: int) -> bool:
@@ -314,13 +357,15 @@ def prefill_attention(
     """As ``attention_prefill.prefill_attention``, for caches that ``supported`` accepts; ``work`` made with TILE_ROWS."""
     _, kv_heads, block_size, dim = k_cache.shape
     layout = shared_layout()
-    hopper_kernel[(work.shape[0], kv_heads)](
+    items = work.shape[0] * kv_heads
+    hopper_kernel[(min(items, _processors()),)](
         qkv,
         TensorDescriptor.from_tensor(k_cache.view(-1, dim), [64, dim], layout),
         TensorDescriptor.from_tensor(v_cache.view(-1, dim), [64, dim], layout),
         block_tables,
         work,
         out,
+        items,
         block_tables.stride(0),
         qkv.stride(0),
         scale * LOG2_E,
