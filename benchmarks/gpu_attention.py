@@ -17,7 +17,7 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 
 PREFILL = [(64, 4, 2), (128, 8, 2)]
-DECODE = [(16, 4, 3, False), (16, 4, 7, False), (16, 4, 3, True), (16, 4, 5, True), (16, 4, 4, True), (64, 4, 3, False)]
+DECODE = [(16, 4, 3), (16, 4, 7), (16, 1, 3), (64, 4, 3)]
 
 
 class Case:
@@ -60,13 +60,13 @@ class Case:
         )
         return out
 
-    def decode(self, positions: torch.Tensor, config: tuple[int, int, int, bool]) -> torch.Tensor:
+    def decode(self, positions: torch.Tensor, config: tuple[int, int, int]) -> torch.Tensor:
         """Every position as an entry of its own, all in one launch."""
         count = positions.shape[0]
         out = torch.full((count, self.q_heads * self.dim), float("nan"), device="cuda", dtype=torch.float32)
         tokens = torch.arange(count, dtype=torch.int32, device="cuda")
         splits = split_count(int(positions.max()) + 1)
-        rows, warps, stages, pair = config
+        rows, warps, stages = config
         decode_attention(
             self.qkv[positions.long()].contiguous(),
             self.k,
@@ -82,7 +82,6 @@ class Case:
             tile_rows=rows,
             warps=warps,
             stages=stages,
-            pair=pair,
         )
         return out
 
@@ -203,22 +202,34 @@ def time_prefill(report: Report, hopper: bool) -> None:
 
 def time_decode(report: Report) -> None:
     table: dict[str, Any] = {}
-    for batch, length in ((1, 576), (8, 576), (64, 576), (256, 576), (8, 4096), (64, 4096), (128, 4096)):
-        for block in (64, 16):
+    for batch, length in (
+        (1, 576),
+        (8, 576),
+        (64, 576),
+        (256, 576),
+        (8, 4096),
+        (64, 4096),
+        (128, 4096),
+        (1, -576),
+        (64, -576),
+    ):
+        for block in (64, 16) if length > 0 else (64,):
+            kv_heads, dim, group = (8, 128, 4) if length > 0 else (3, 64, 3)  # a negative length: SmolLM2's shape
+            length = abs(length)
             blocks = batch * -(-length // block)
-            k = torch.randn(blocks, 8, block, 128, device="cuda").bfloat16()
-            v = torch.randn(blocks, 8, block, 128, device="cuda").bfloat16()
+            k = torch.randn(blocks, kv_heads, block, dim, device="cuda").bfloat16()
+            v = torch.randn(blocks, kv_heads, block, dim, device="cuda").bfloat16()
             tables = torch.randperm(blocks, device="cuda").to(torch.int32).view(batch, -1)
-            qkv = torch.randn(batch, 48 * 128, device="cuda").bfloat16()
+            qkv = torch.randn(batch, (group + 2) * kv_heads * dim, device="cuda").bfloat16()
             positions = torch.full((batch,), length - 1, dtype=torch.int32, device="cuda")
             tokens = torch.arange(batch, dtype=torch.int32, device="cuda")
-            out = torch.empty(batch, 32 * 128, device="cuda", dtype=torch.bfloat16)
+            out = torch.empty(batch, group * kv_heads * dim, device="cuda", dtype=torch.bfloat16)
             splits = split_count(length)
-            scratch = decode_scratch(batch, 32, 128, splits, "cuda")
+            scratch = decode_scratch(batch, group * kv_heads, dim, splits, "cuda")
             row: dict[str, float] = {}
-            for rows, warps, stages, pair in DECODE:
+            for rows, warps, stages in DECODE:
                 try:
-                    row[f"{rows}/{warps}/{stages}{' pair' if pair else ''}"] = graph_time_us(
+                    row[f"{rows}/{warps}/{stages}"] = graph_time_us(
                         lambda: [
                             decode_attention(
                                 qkv,
@@ -230,12 +241,11 @@ def time_decode(report: Report) -> None:
                                 tokens,
                                 scratch,
                                 out,
-                                128**-0.5,
+                                dim**-0.5,
                                 splits,
                                 tile_rows=rows,
                                 warps=warps,
                                 stages=stages,
-                                pair=pair,
                             )
                             for _ in range(4)
                         ],
@@ -243,13 +253,13 @@ def time_decode(report: Report) -> None:
                     )
                 except Exception as error:
                     print(rows, warps, stages, str(error)[:100])
-            moved = 2 * batch * length * 8 * 128 * 2
+            moved = 2 * batch * length * kv_heads * dim * 2
             share = {n: round(moved / us * 1e6 / report.data["copy_bytes_per_s"], 3) for n, us in row.items()}
-            table[f"{batch}x{length} block {block}"] = {
+            table[f"{batch}x{length} block {block} dim {dim}"] = {
                 "us": {n: round(us, 1) for n, us in row.items()},
                 "share": share,
             }
-            print("decode", batch, length, block, table[f"{batch}x{length} block {block}"], flush=True)
+            print("decode", batch, length, block, table[f"{batch}x{length} block {block} dim {dim}"], flush=True)
     report.put("decode", table)
 
 

@@ -21,7 +21,8 @@ SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 class Compiled:
     """Shared memory in bytes, registers a thread, bytes of stack, and how often each instruction stands in the SASS.
 
-    ``exponentials_before_waits``: for each wait for the tensor cores, the exponentials since their last product was issued.
+    ``operand_widths``: neighbours along k that a thread holds in operands of mma.sync. ``exponentials_before_waits``: for each
+    wait for the tensor cores, the exponentials since their last product was issued.
     """
 
     shared: int
@@ -29,6 +30,7 @@ class Compiled:
     stack: int
     spills: int
     counts: dict[str, int]
+    operand_widths: set[int]
     exponentials_before_waits: list[int]
     ptx: str
 
@@ -78,6 +80,7 @@ def compile_for(
         stack=numbers.get("STACK", 0),
         spills=counts.get("STL", 0) + counts.get("LDL", 0),
         counts=counts,
+        operand_widths={int(width) for width in re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"])},
         exponentials_before_waits=waits,
         ptx=compiled.asm["ptx"],
     )

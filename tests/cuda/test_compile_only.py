@@ -61,6 +61,7 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
     wide = tile.outputs >= 64 if tile.swap else tile.tokens >= 64
     assert made.counts.get("HGMMA" if wide else "HMMA", 0) > 0
     assert (made.counts.get("UTMALDG", 0) > 0) == tile.tma
+    assert made.operand_widths <= {2}
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
 
 
@@ -78,7 +79,7 @@ def attention_constants(**more: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("capability", "stages"), [(80, 3), (89, 2), (90, 3), (90, 7), (120, 2)])
 def test_decode_attention(capability: int, stages: int) -> None:
-    constants = attention_constants(ROWS=16, SPLITS=8, PAIR=False, PDL=capability >= 90)
+    constants = attention_constants(ROWS=16, SPLITS=8, PDL=capability >= 90)
     kernel = attention_decode.split_kernel
     made = compile_for(kernel, ATTENTION, constants, capability, num_warps=4, num_stages=stages, enable_fp_fusion=False)
     assert made.spills == 0

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
-from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, pair_step, tile_step
+from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -37,7 +37,6 @@ def split_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    PAIR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Entry i = program_id(2): step token tokens[i], block table row rows[i]; a negative position is a padding row."""
@@ -59,22 +58,11 @@ def split_kernel(
         lanes = tl.zeros([ROWS, 4], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         end = tl.minimum(split * SPLIT + SPLIT, position + 1)
-        if PAIR:
-            for first in range(split * SPLIT, end, 2 * TILE):
-                second = first + TILE
-                k0 = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-                k1 = load_tile(k_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-                v0 = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-                v1 = load_tile(v_cache, table, second, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-                s0 = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k0)), float("-inf"))
-                s1 = tl.where((second + n)[None, :] <= position, tl.dot(q, tl.trans(k1)), float("-inf"))
-                m, lanes, acc = pair_step(s0, s1, v0, v1, m, lanes, acc, c, ROWS)
-        else:
-            for first in range(split * SPLIT, end, TILE):
-                k = load_tile(k_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
-                v = load_tile(v_cache, table, first, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
-                s = tl.where((first + n)[None, :] <= position, tl.dot(q, tl.trans(k)), float("-inf"))
-                m, lanes, acc = tile_step(s, v, m, lanes, acc, c, ROWS)
+        for s0 in range(split * SPLIT, end, TILE):
+            k = load_tile(k_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, False)
+            v = load_tile(v_cache, table, s0, position, head, KV_HEADS, DIM, BLOCK, TILE, True)
+            s = tl.where((s0 + n)[None, :] <= position, tl.dot(q, tl.trans(k)), float("-inf"))
+            m, lanes, acc = tile_step(s, v, m, lanes, acc, c, ROWS)
         l = lane_total(lanes, ROWS)
         if SPLITS == 1:
             none = tl.full([ROWS], LOWEST, tl.float32)
@@ -146,6 +134,11 @@ def split_count(longest: int) -> int:
     return 1 << max(0, (-(-longest // 512) - 1)).bit_length()
 
 
+def decode_stages(programs: int) -> int:
+    """Depth of the pipeline: deep where few programs must hide the latency of memory, shallow where many share a multiprocessor."""
+    return 7 if programs <= 132 else 3
+
+
 def decode_scratch(entries: int, q_heads: int, dim: int, splits: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Partials fp32 [entries, q_heads, splits, dim] and their (m, l) [entries, q_heads, splits, 2]."""
     return (
@@ -169,8 +162,7 @@ def decode_attention(
     *,
     tile_rows: int = 16,
     warps: int = 4,
-    stages: int = 3,
-    pair: bool = False,
+    stages: int | None = None,
 ) -> None:
     """Attention of step tokens ``tokens`` int32 [entries]; ``splits`` >= ceil((longest position + 1) / 512), fixed in a graph."""
     _, kv_heads, block_size, dim = k_cache.shape
@@ -179,6 +171,7 @@ def decode_attention(
     partial, stats = scratch
     pdl = pdl_enabled()
     c = scale * LOG2_E
+    stages = stages or decode_stages(splits * kv_heads * entries)
     split_kernel[(splits, kv_heads, entries)](
         qkv,
         k_cache,
@@ -201,7 +194,6 @@ def decode_attention(
         SPLIT=SPLIT,
         ROWS=tile_rows,
         SPLITS=splits,
-        PAIR=pair,
         PDL=pdl,
         **({} if INTERPRETED else {"num_warps": warps, "num_stages": stages}),
         **launch_options(pdl),

@@ -84,19 +84,23 @@ def _share(items):
 
 
 @gluon.jit
-def _item(work, turn, KV_HEADS: gl.constexpr):
-    """The program's item of round ``turn``: sequence row, first step token, tokens, start, tile index, KV head."""
+def _item(work, items, turn, KV_HEADS: gl.constexpr):
+    """The program's item of round ``turn``: sequence row, first step token, tokens, start, tile index, KV head.
+
+    Items run through one KV head after another, so that programs at work together read the same keys.
+    """
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     number = turn * programs + place
-    at = work + number // KV_HEADS * 5
+    entries = items // KV_HEADS
+    at = work + number % entries * 5
     return (
         gl.load(at).to(gl.int64),
         gl.load(at + 1).to(gl.int64),
         gl.load(at + 2),
         gl.load(at + 3),
         gl.load(at + 4),
-        number % KV_HEADS,
+        number // entries,
     )
 
 
@@ -111,7 +115,7 @@ def _stream(
     done = 0
     zeroed = 0
     for turn in range(_share(items)):
-        row, _, tokens, start, index, head = _item(work, turn, KV_HEADS)
+        row, _, tokens, start, index, head = _item(work, items, turn, KV_HEADS)
         tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
         stored = start + tokens - 1
         table = block_tables + row * table_stride
@@ -205,7 +209,7 @@ def _attend_all(
     """A warpgroup: its 64 rows of each of the program's items."""
     done = 0
     for turn in range(_share(items)):
-        _, first_token, tokens, start, index, head = _item(work, turn, KV_HEADS)
+        _, first_token, tokens, start, index, head = _item(work, items, turn, KV_HEADS)
         tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
         _attend(
             qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, tiles, done, qkv_stride, c,
@@ -263,8 +267,8 @@ def _attend(
                 RING, False, 0,
             )  # fmt: skip
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(
-            q_buffer, k_ring, v_ring, bars, split * 8 + 7, tiles, done, q_position, m, lanes, left, acc, total_m, total_l, total_acc,
-            c, RING, False, 1,
+            q_buffer, k_ring, v_ring, bars, split * 8 + 7, tiles, done, q_position, m, lanes, left, acc, total_m, total_l,
+            total_acc, c, RING, False, 1,
         )  # fmt: skip
     for j in range(whole // 8 * 8, whole):
         m, lanes, left, acc, total_m, total_l, total_acc = _advance(

@@ -171,7 +171,6 @@ def _attend(program: Program, layer: int, scale: float, device: Device) -> Launc
                 out,
                 scale,
                 step.splits,
-                stages=7 if len(step.decode_tokens) <= 16 else 3,
             )
         if len(step.work):
             attention_prefill.prefill(qkv, k_cache, v_cache, step.block_tables, step.work, out, scale)

@@ -54,29 +54,6 @@ def tile_step(s, v, m, lanes, acc, c, ROWS: tl.constexpr):
 
 
 @triton.jit
-def pair_step(s0, s1, v0, v1, m, lanes, acc, c, ROWS: tl.constexpr):
-    """Two tiles, as two ``tile_step``s: the same values, but what crosses warps does so once for both."""
-    s = tl.join(s0, s1)  # [ROWS, 64, 2]
-    high0, high1 = tl.split(tl.max(s, 1))
-    top0 = tl.maximum(m, high0)
-    top1 = tl.maximum(top0, high1)
-    base = tl.join(top0 * c, top1 * c)
-    p = tl.exp2(tl.fma(s, tl.zeros_like(s) + c, tl.zeros_like(s) - base[:, None, :]))
-    a0 = tl.exp2((m - top0) * c)
-    a1 = tl.exp2((top0 - top1) * c)
-    p0, p1 = tl.split(p)
-    acc = acc * a0[:, None]
-    acc = tl.dot(p0.to(v0.dtype), v0, acc)
-    acc = acc * a1[:, None]
-    acc = tl.dot(p1.to(v1.dtype), v1, acc)
-    sums = lane_sums(tl.reshape(tl.permute(p, (0, 2, 1)), (ROWS * 2, 64)), ROWS * 2)
-    t0, t1 = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, 4)), (0, 2, 1)))
-    lanes = tl.fma(lanes, tl.zeros_like(lanes) + a0[:, None], t0)
-    lanes = tl.fma(lanes, tl.zeros_like(lanes) + a1[:, None], t1)
-    return top1, lanes, acc
-
-
-@triton.jit
 def fold(total_m, total_l, total_acc, m, l, acc, c):
     """Fold a finished split into the running total."""
     top = tl.maximum(total_m, m)
