@@ -49,7 +49,9 @@ class Case:
 
             work = prefill_work([(0, 0, stop - first, first)], self.group, attention_hopper.TILE_ROWS)
             items = torch.tensor(work, dtype=torch.int32, device="cuda")
-            attention_hopper.prefill_attention(qkv, self.k, self.v, self.table, items, out, self.dim**-0.5)
+            attention_hopper.prefill_attention(
+                qkv, self.k, self.v, self.table, items, out, self.dim**-0.5, random.choice((stop, 1 << 30))
+            )
             return out
         rows, warps, stages = config
         work = torch.tensor(
@@ -178,11 +180,10 @@ def time_prefill(report: Report, hopper: bool) -> None:
 
             items = prefill_work([(0, 0, length, 0)], 4, attention_hopper.TILE_ROWS)
             work = torch.tensor(items, dtype=torch.int32, device="cuda")
-            for ring in (3, 4):
-                attention_hopper.STAGES = ring
-                row[f"hopper ring {ring}"] = graph_time_us(
+            for label, keys in (("as chosen", length), ("one item a program", 1 << 30), ("persistent", 1)):
+                row[f"hopper {label}"] = graph_time_us(
                     lambda: attention_hopper.prefill_attention(
-                        case.qkv, case.k, case.v, case.table, work, out, 128**-0.5
+                        case.qkv, case.k, case.v, case.table, work, out, 128**-0.5, keys
                     )
                 )
         q = torch.randn(1, 32, length, 128, device="cuda").bfloat16()

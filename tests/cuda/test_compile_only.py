@@ -103,6 +103,7 @@ def test_hopper_prefill_overlaps_softmax_with_products() -> None:
     descriptor = f"tensordesc<bf16[64, 128],{layout!r}>"
     types = {**ATTENTION, "k_desc": descriptor, "v_desc": descriptor}
     constants = {"GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK": 64, "RING": attention_hopper.STAGES, "SHARED": layout}
+    constants["SHARED_OUT"] = True
     types["items"] = "i32"
     made = compile_for(attention_hopper.hopper_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
     assert made.shared <= SHARED_LIMIT[90]

@@ -134,9 +134,9 @@ def split_count(longest: int) -> int:
     return 1 << max(0, (-(-longest // 512) - 1)).bit_length()
 
 
-def decode_stages(programs: int) -> int:
+def decode_stages(programs: int, dim: int) -> int:
     """Depth of the pipeline: deep where few programs must hide the latency of memory, shallow where many share a multiprocessor."""
-    return 7 if programs <= 132 else 3
+    return 7 if programs <= 132 or dim <= 64 else 3
 
 
 def decode_scratch(entries: int, q_heads: int, dim: int, splits: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +171,7 @@ def decode_attention(
     partial, stats = scratch
     pdl = pdl_enabled()
     c = scale * LOG2_E
-    stages = stages or decode_stages(splits * kv_heads * entries)
+    stages = stages or decode_stages(splits * kv_heads * entries, dim)
     split_kernel[(splits, kv_heads, entries)](
         qkv,
         k_cache,

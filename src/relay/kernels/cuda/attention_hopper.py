@@ -84,30 +84,36 @@ def _share(items):
 
 
 @gluon.jit
-def _item(work, items, turn, KV_HEADS: gl.constexpr):
+def _item(work, items, turn, KV_HEADS: gl.constexpr, SHARED_OUT: gl.constexpr):
     """The program's item of round ``turn``: sequence row, first step token, tokens, start, tile index, KV head.
 
-    Items run through one KV head after another, so that programs at work together read the same keys.
+    Where a program takes several items (SHARED_OUT) they run from most keys to fewest over all heads, so that shares are even; else
+    through one head after another, so that programs at work together read the same keys.
     """
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     number = turn * programs + place
-    entries = items // KV_HEADS
-    at = work + number % entries * 5
+    if SHARED_OUT:
+        entry = number // KV_HEADS
+        head = number % KV_HEADS
+    else:
+        entry = number % (items // KV_HEADS)
+        head = number // (items // KV_HEADS)
+    at = work + entry * 5
     return (
         gl.load(at).to(gl.int64),
         gl.load(at + 1).to(gl.int64),
         gl.load(at + 2),
         gl.load(at + 3),
         gl.load(at + 4),
-        number // entries,
+        head,
     )
 
 
 @gluon.jit
 def _stream(
     k_desc, v_desc, block_tables, work, items, table_stride, k_ring, v_ring, bars,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: K and V tiles of all items as slots become free; an item's first tiles come during the last item."""
     DIM: gl.constexpr = k_ring.shape[2]
@@ -115,7 +121,7 @@ def _stream(
     done = 0
     zeroed = 0
     for turn in range(_share(items)):
-        row, _, tokens, start, index, head = _item(work, items, turn, KV_HEADS)
+        row, _, tokens, start, index, head = _item(work, items, turn, KV_HEADS, SHARED_OUT)
         tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
         stored = start + tokens - 1
         table = block_tables + row * table_stride
@@ -204,12 +210,12 @@ def _advance(
 @gluon.jit
 def _attend_all(
     qkv, out, q_buffer, k_ring, v_ring, bars, work, items, qkv_stride, c,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its 64 rows of each of the program's items."""
     done = 0
     for turn in range(_share(items)):
-        _, first_token, tokens, start, index, head = _item(work, items, turn, KV_HEADS)
+        _, first_token, tokens, start, index, head = _item(work, items, turn, KV_HEADS, SHARED_OUT)
         tiles = (start + gl.minimum((index * 128 + 127) // GROUP, tokens - 1)) // 64 + 1
         _attend(
             qkv, out, q_buffer, k_ring, v_ring, bars, head, first_token, tokens, start, index, tiles, done, qkv_stride, c,
@@ -300,7 +306,7 @@ def _attend(
 def hopper_kernel(
     qkv, k_desc, v_desc, block_tables, work, out, items, table_stride, qkv_stride, c,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr, RING: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
     """``work`` as in ``attention_prefill.prefill_kernel``; k_desc and v_desc see the caches as [blocks * heads * BLOCK, DIM].
 
@@ -322,11 +328,11 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_attend_all, (qkv, out, q_first, k_ring, v_ring, bars, work, items, qkv_stride, c,
-                           GROUP, KV_HEADS, RING, gl.constexpr(0))),
+                           GROUP, KV_HEADS, RING, gl.constexpr(0), SHARED_OUT)),
             (_attend_all, (qkv, out, q_second, k_ring, v_ring, bars, work, items, qkv_stride, c,
-                           GROUP, KV_HEADS, RING, gl.constexpr(1))),
+                           GROUP, KV_HEADS, RING, gl.constexpr(1), SHARED_OUT)),
             (_stream, (k_desc, v_desc, block_tables, work, items, table_stride, k_ring, v_ring, bars,
-                       GROUP, KV_HEADS, BLOCK, RING)),
+                       GROUP, KV_HEADS, BLOCK, RING, SHARED_OUT)),
         ],
         [4, 1],
         [240, 24],
@@ -344,6 +350,11 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
+@cache
+def _l2_bytes() -> int:
+    return torch.cuda.get_device_properties().L2_cache_size
+
+
 def supported(block_size: int, dim: int) -> bool:
     """Whether this kernel can read a cache of such blocks on the present device."""
     return block_size % 64 == 0 and dim in (64, 128) and torch.cuda.get_device_capability()[0] == 9
@@ -357,12 +368,18 @@ def prefill_attention(
     work: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    keys: int,
 ) -> None:
-    """As ``attention_prefill.prefill_attention``, for caches that ``supported`` accepts; ``work`` made with TILE_ROWS."""
+    """As ``attention_prefill.prefill_attention``, for caches that ``supported`` accepts; ``work`` made with TILE_ROWS.
+
+    ``keys``: tokens of all sequences in ``work``. Where their K and V stay in L2, a persistent grid hides the start of each item
+    behind the end of the last; where they do not, order by head matters more.
+    """
     _, kv_heads, block_size, dim = k_cache.shape
     layout = shared_layout()
     items = work.shape[0] * kv_heads
-    hopper_kernel[(min(items, _processors()),)](
+    shared_out = 4 * keys * kv_heads * dim <= _l2_bytes() // 2
+    hopper_kernel[(min(items, _processors()) if shared_out else items,)](
         qkv,
         TensorDescriptor.from_tensor(k_cache.view(-1, dim), [64, dim], layout),
         TensorDescriptor.from_tensor(v_cache.view(-1, dim), [64, dim], layout),
@@ -379,6 +396,7 @@ def prefill_attention(
         BLOCK=block_size,
         RING=STAGES,
         SHARED=layout,
+        SHARED_OUT=shared_out,
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -173,11 +173,15 @@ def prefill(
     work: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    keys: int,
 ) -> None:
-    """The fastest kernel for this device and cache; ``work`` made with ``tile_rows_for``. Bits do not depend on the choice."""
+    """The fastest kernel for this device and cache; bits do not depend on the choice.
+
+    ``work`` made with ``tile_rows_for``; ``keys``: the tokens of its sequences together.
+    """
     _, _, block_size, dim = k_cache.shape
     if _hopper(block_size, dim):
-        attention_hopper.prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale)
+        attention_hopper.prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, keys)
     else:
         prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=64, warps=4, stages=2)
 

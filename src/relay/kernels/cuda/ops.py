@@ -173,7 +173,7 @@ def _attend(program: Program, layer: int, scale: float, device: Device) -> Launc
                 step.splits,
             )
         if len(step.work):
-            attention_prefill.prefill(qkv, k_cache, v_cache, step.block_tables, step.work, out, scale)
+            attention_prefill.prefill(qkv, k_cache, v_cache, step.block_tables, step.work, out, scale, step.keys)
 
     return launch
 

@@ -29,13 +29,22 @@ class Step:
     decode_rows: torch.Tensor  # int32 [decode entries]
     work: torch.Tensor  # int32 [prefill programs, 5]
     splits: int  # of the longest decode entry, a power of two
+    keys: int = 0  # tokens of the sequences with prefill programs
 
 
 class Layout:
     """Where each array lies in the packed buffer, given the sizes."""
 
     def __init__(
-        self, rows: int, sequences: int, width: int, sampled: int, decodes: int, programs: int, splits: int
+        self,
+        rows: int,
+        sequences: int,
+        width: int,
+        sampled: int,
+        decodes: int,
+        programs: int,
+        splits: int,
+        keys: int = 0,
     ) -> None:
         self.sizes = {
             "token_ids": (rows,),
@@ -49,7 +58,7 @@ class Layout:
             "decode_rows": (decodes,),
             "work": (programs, 5),
         }
-        self.rows, self.sampled, self.splits = rows, sampled, splits
+        self.rows, self.sampled, self.splits, self.keys = rows, sampled, splits, keys
         self.offsets: dict[str, int] = {}
         self.words = 0
         for name, shape in self.sizes.items():
@@ -62,7 +71,7 @@ class Layout:
             name: buffer[self.offsets[name] : self.offsets[name] + int(np.prod(shape))].view(shape)
             for name, shape in self.sizes.items()
         }
-        return Step(rows=self.rows, sampled=self.sampled, splits=self.splits, **arrays)
+        return Step(rows=self.rows, sampled=self.sampled, splits=self.splits, keys=self.keys, **arrays)
 
     def host(self, packed: np.ndarray, name: str) -> np.ndarray:
         """The array's place in the packed host buffer, to be filled."""
@@ -78,6 +87,7 @@ class Shape:
     decode: np.ndarray  # sequence rows with one token
     longest: int  # tokens of the longest decode row, its new one included
     programs: list[tuple[int, int, int, int, int]]
+    keys: int  # tokens of the sequences with prefill programs
 
     @property
     def only_decode(self) -> bool:
@@ -94,7 +104,8 @@ def shape_of(batch: Batch, group: int, tile_rows: int) -> Shape:
     ]
     ends = batch.positions[batch.row_starts[decode]] if len(decode) else np.zeros(0, np.int32)
     longest = int(ends.max()) + 1 if len(ends) else 0
-    return Shape(counts, decode, longest, prefill_work(chunks, group, tile_rows) if chunks else [])
+    keys = sum(tokens + start for _, _, tokens, start in chunks)
+    return Shape(counts, decode, longest, prefill_work(chunks, group, tile_rows), keys)
 
 
 def exact_layout(batch: Batch, shape: Shape) -> Layout:
@@ -107,6 +118,7 @@ def exact_layout(batch: Batch, shape: Shape) -> Layout:
         len(shape.decode),
         len(shape.programs),
         split_count(shape.longest) if shape.longest else 1,
+        shape.keys,
     )
 
 
