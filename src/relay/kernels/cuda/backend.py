@@ -8,7 +8,6 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from relay.kernels.cuda.attention_prefill import tile_rows_for
 from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import copy_kv
+from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, sample_rows
 from relay.kernels.cuda.staging import Staging
@@ -56,7 +55,7 @@ class CudaBackend:
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._stream = torch.cuda.Stream(device)
-        self._copies = threading.local()
+        self._transfers = KvTransfers(device)
         self._tables = SamplerTables(max_rows + 1, device)
         self._device.last_tokens = self._tables.last_tokens
         self._slots: dict[int, SlotState] = {}
@@ -155,6 +154,33 @@ class CudaBackend:
         self._block_size = block_size
         self._group = g.num_heads // g.num_kv_heads
         self._tile_rows = tile_rows_for(block_size, g.head_dim)
+
+    def kv_blocks_that_fit(self, block_size: int, utilization: float = 0.9) -> int:
+        """Blocks for which there is memory after weights and buffers, with 1 - ``utilization`` of the device left free."""
+        with torch.cuda.stream(self._stream):
+            self.reserve(self._max_tokens, self._max_rows)
+        free, total = torch.cuda.mem_get_info(self._device.name)
+        g = self._program.geometry
+        block = g.num_layers * 2 * g.kv_width * block_size * 2
+        return max(0, int(free - (1 - utilization) * total) // block)
+
+    def warm_up(self, longest: int) -> None:
+        """Compile and capture what sequences of at most ``longest`` tokens need. Before any sequence: overwrites block 0."""
+        with torch.cuda.stream(self._stream):
+            self.reserve(self._max_tokens, self._max_rows)
+            if self._graphs is not None:
+                self._graphs.warm_up(longest)
+        count = min(self._block_size, longest)
+        prompt = Batch(
+            token_ids=np.zeros(count, np.int32),
+            positions=np.arange(count, dtype=np.int32),
+            row_starts=np.array([0, count], np.int32),
+            slots=np.zeros(1, np.int32),
+            block_tables=np.zeros((1, 1), np.int32),
+            sampled_rows=np.zeros(0, np.int32),
+        )
+        self.run(0, len(self._launches), prompt)
+        self._stream.synchronize()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -295,40 +321,10 @@ class CudaBackend:
         return 2 * self._program.geometry.kv_width * 2
 
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        stream = self._copy_stream()
-        stream.wait_event(self._written)
-        with torch.cuda.stream(stream):
-            flat = self._copy(layer, block_table, first, count, None)
-            host = flat.cpu()
-        np.frombuffer(out, np.uint8)[: host.numel() * 2] = host.view(torch.uint8).numpy().reshape(-1)
+        self._transfers.read(self._device.cache(layer), block_table, first, count, out, self._written)
 
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        stream = self._copy_stream()
-        with torch.cuda.stream(stream):
-            self._copy(layer, block_table, first, count, data)
-            stream.synchronize()
-
-    def _copy(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview | None
-    ) -> torch.Tensor:
-        g = self._program.geometry
-        shape = (2, count, g.kv_width)
-        if data is None:
-            flat = torch.empty(shape, dtype=torch.bfloat16, device=self._device.name)
-        else:
-            raw = torch.from_numpy(np.frombuffer(data, np.int16, 2 * count * g.kv_width).copy())
-            flat = raw.to(self._device.name).view(torch.bfloat16).view(shape)
-        table = torch.from_numpy(np.ascontiguousarray(block_table, np.int32)).to(self._device.name)
-        copy_kv(*self._device.cache(layer), table, flat, first, store=data is not None)
-        return flat
-
-    def _copy_stream(self) -> torch.cuda.Stream:
-        """A stream of the calling thread, so that transfers neither wait for each other nor for a step."""
-        if not hasattr(self._copies, "stream"):
-            torch.cuda.set_device(self._device.name)
-            self._copies.stream = torch.cuda.Stream(self._device.name)
-        stream: torch.cuda.Stream = self._copies.stream
-        return stream
+        self._transfers.write(self._device.cache(layer), block_table, first, count, data)
 
     def copy_block(self, source: int, target: int) -> None:
         assert self._device.kv is not None
