@@ -5,6 +5,8 @@ backend's launches and steps, without its streams and graphs.
 """
 
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from relay.kernels import packing
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
+from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
@@ -241,7 +244,82 @@ def check_program() -> None:
     assert int(model.tables.last_tokens[2]) == want
 
 
+class _Waits:
+    """Stands for a stream or an event: on the CPU everything has happened already."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
+
+
+def check_backend() -> None:
+    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
+    stand_ins = {
+        "is_available": lambda: True,
+        "set_device": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "get_device_capability": lambda *_: (8, 0),
+        "mem_get_info": lambda *_: (1 << 30, 1 << 31),
+        "stream": lambda *_: nullcontext(),
+        "Stream": _Waits,
+        "Event": _Waits,
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **stand_ins),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+    ):
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend.load(probe_program(), ProbeWeights())
+        backend.allocate_kv(32, BLOCK, "bfloat16")
+        assert backend.kv_blocks_that_fit(BLOCK) > 0
+        backend.warm_up(64)
+        prompt = [(5 * i) % GEOMETRY.vocab for i in range(20)]
+        kinds = [
+            SamplingParams(max_tokens=9, temperature=0.9, seed=3),
+            SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, seed=4, logprobs=2),
+        ]
+        states = [SlotState(kind, 0, prompt) for kind in kinds]
+        for slot, kind in enumerate(kinds):
+            backend.bind_slot(slot, kind, 0, prompt, [])
+        tables = [[7, 2], [11, 9]]
+        batch = batch_of([(prompt, 0, table, slot) for slot, table in enumerate(tables)])
+        batch.capture_logits = True
+        ops = len(probe_program().ops)
+        backend.run(0, 9, batch)
+        backend.run(9, ops, batch)
+        for step in range(2):
+            drawn = backend.sample(batch)
+            logits = backend.logits()
+            want = [draw(logits[slot], state) for slot, state in enumerate(states)]
+            assert drawn == want, f"step {step}: {drawn} {want}"
+            for state, token in zip(states, want, strict=True):
+                state.push(token.token_id)
+            batch = batch_of([([-1], 20 + step, table, slot) for slot, table in enumerate(tables)])
+            batch.capture_logits = True
+            backend.run(0, ops, batch)
+        ahead = backend.logits().copy()
+        backend.sample(batch)
+        assert not np.array_equal(ahead, backend.logits())
+        raw = bytearray(21 * backend.kv_bytes_per_token_layer())
+        again = bytearray(len(raw))
+        for layer in range(GEOMETRY.num_layers):
+            backend.read_kv(layer, np.array(tables[0], np.int32), 0, 21, memoryview(raw))
+            backend.write_kv(layer, np.array([20, 21], np.int32), 0, 21, memoryview(raw))
+            backend.copy_block(21, 22)
+            backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
+            assert any(raw)
+            assert again == raw, f"layer {layer}"
+        assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
+        backend.close()
+
+
 CHECKS = {
+    "backend": check_backend,
     "linear": check_linear,
     "attention": check_attention,
     "sampler": check_sampler,

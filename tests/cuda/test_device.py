@@ -217,3 +217,23 @@ def test_a_step_may_be_queued_before_the_last_is_fetched() -> None:
 def test_probe_is_repeatable() -> None:
     digests = {probe_digest(CudaBackend(max_rows=4, max_tokens=64, graphs=flag), "bfloat16") for flag in (False, True)}
     assert len(digests) == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_warm_up_captures_before_the_first_sequence() -> None:
+    model = Model()
+    assert model.backend.kv_blocks_that_fit(BLOCK) > 800
+    model.backend.warm_up(600)
+    assert model.backend._graphs is not None
+    captured = len(model.backend._graphs._graphs)
+    tokens = np.arange(30)
+    model.backend.bind_slot(0, params(seed=1), 0, [1], [])
+    table = model.table(40)
+    want = Model(graphs=False)
+    want.backend.bind_slot(0, params(seed=1), 0, [1], [])
+    other = want.table(40)
+    for first, stop in ((0, 29), (29, 30)):
+        got = model.step([(tokens[first:stop], first, table, 0)])
+        assert np.array_equal(got, want.step([(tokens[first:stop], first, other, 0)]))
+    assert len(model.backend._graphs._graphs) == captured
