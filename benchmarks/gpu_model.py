@@ -198,12 +198,18 @@ def check_sampler(report: Report) -> None:
     tables, scratch = SamplerTables(rows + 1, "cuda"), SamplerScratch(rows, vocab, "cuda")
     states = []
     for row in range(rows):
-        params = greedy(random.getrandbits(64), (0.0, 0.3, 1.0, 2.5)[row % 4], min_p=(0.0, 0.02, 0.3)[row % 3])
+        params = greedy(
+            random.getrandbits(64),
+            (0.0, 0.3, 1.0, 2.5)[row % 4],
+            min_p=(0.0, 0.02, 0.3)[row % 3],
+            top_k=(0, 50)[row // 12 % 2],
+            top_p=(1.0, 0.9, 0.5, 0.99)[row // 24 % 4],
+        )
         states.append(SlotState(params, row % 5, [1] * (row + 1), []))
-        tables.set(row, params.temperature, params.min_p, params.seed, row % 5, 1)
+        tables.set(row, params, row % 5, 1)
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     drawn = torch.zeros(rows, 2, dtype=torch.int32, device="cuda")
-    sample_rows(logits, index, index, index, tables, scratch, drawn)
+    sample_rows(logits, index, index, index, tables, scratch, drawn, True)
     host = logits.float().cpu().numpy()
     want = [draw(host[row], states[row], row).token_id for row in range(rows)]
     got = drawn[:, 0].tolist()
@@ -249,7 +255,7 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
                 backend.sample(data)
                 walls.append((time.perf_counter() - begin, queued - begin))
             pipelined = time_pipelined(backend, ops, batch)
-            captured = next(c for (size, _), c in backend._graphs._graphs.items() if size >= batch)
+            captured = next(c for (size, _, _), c in backend._graphs._graphs.items() if size >= batch)
             with torch.cuda.stream(backend._stream):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 times = []
@@ -341,7 +347,8 @@ def profile_step(report: Report, name: str, backend: CudaBackend) -> None:
 
     with torch.cuda.stream(backend._stream):
         result = {label: time_all(launches) for label, launches in kinds.items()}
-    result["sampler"] = time_all([backend._launch_sampler])
+    result["sampler"] = time_all([lambda step: backend._launch_sampler(step, False)])
+    result["sampler with limits"] = time_all([lambda step: backend._launch_sampler(step, True)])
     print("us by op kind,", name, result, flush=True)
     report.put(f"profile_us/{name}", result)
 

@@ -11,8 +11,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from relay.errors import StartupError
 from relay.kernels import packing
-from relay.kernels.backend import Batch
+from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
@@ -21,6 +22,7 @@ from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
+from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
@@ -86,7 +88,7 @@ class Interpreted:
         scratch = SamplerScratch(8, GEOMETRY.vocab, "cpu")
         drawn = torch.zeros(8, 2, dtype=torch.int32)
         logits = self.device.buffers[Buffer.L][: step.sampled]
-        sample_rows(logits, step.positions, step.sampled_tokens, step.sampled_slots, self.tables, scratch, drawn)
+        sample_rows(logits, step.positions, step.sampled_tokens, step.sampled_slots, self.tables, scratch, drawn, False)
         return drawn[: step.sampled, 0].tolist()
 
 
@@ -192,15 +194,15 @@ def check_sampler() -> None:
             min_p=(0.0, 0.05)[row // 4],
             seed=0x9123456789ABCDEF * (row + 1) % (1 << 64),
         )
-        tables.set(row, params.temperature, params.min_p, params.seed, row, 1)
+        tables.set(row, params, row, 1)
         want.append(draw(logits[row].float().numpy(), SlotState(params, row, [1] * (row + 3), [])).token_id)
     index = torch.arange(rows, dtype=torch.int32)
     drawn = torch.zeros(rows, 2, dtype=torch.int32)
-    sample_rows(logits, index + 2, index, index, tables, scratch, drawn)
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
     assert want[0] == 100, "ties go to the lowest id"
     assert drawn.tolist() == [[token, 0] for token in want]
     logits[1, 7] = float("nan")
-    sample_rows(logits, index + 2, index, index, tables, scratch, drawn)
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
     assert drawn[:, 1].tolist() == [0, 1, *[0] * (rows - 2)]
 
 
@@ -238,7 +240,7 @@ def check_program() -> None:
     step = model.run(batch_of([(tokens[19:], 19, [20, 21], 2), (tokens[:5], 0, [30], 3)]))
     assert torch.equal(model.logits(step)[:1], whole), "decode beside a prompt differs"
     params = SamplingParams(max_tokens=4, temperature=0.9, min_p=0.01, seed=0x123456789ABCDEF0)
-    model.tables.set(2, params.temperature, params.min_p, params.seed, 1, 0)
+    model.tables.set(2, params, 1, 0)
     want = draw(model.logits(step)[0].numpy(), SlotState(params, 1, tokens, [])).token_id
     assert model.draw(step)[0] == want, "the model's draw differs"
     assert int(model.tables.last_tokens[2]) == want
@@ -318,7 +320,19 @@ def check_backend() -> None:
         backend.close()
 
 
+def check_limits() -> None:
+    """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
+    check_draws("cpu", rounds=2)
+    with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
+        try:
+            check_draws("cpu", rounds=1)
+        except StartupError:
+            return
+    raise AssertionError("a wrong draw passed the start-up test")
+
+
 CHECKS = {
+    "limits": check_limits,
     "backend": check_backend,
     "linear": check_linear,
     "attention": check_attention,

@@ -7,7 +7,14 @@ import pytest
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
     pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
 
-from relay.kernels.cuda import attention_decode, attention_hopper, attention_prefill, linear_choice, sampler
+from relay.kernels.cuda import (
+    attention_decode,
+    attention_hopper,
+    attention_prefill,
+    linear_choice,
+    sampler,
+    sampler_limits,
+)
 from relay.kernels.cuda.linear import LinearTile, linear_kernel
 from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
 
@@ -123,8 +130,12 @@ def test_sampler_divides_and_never_contracts() -> None:
         "tokens": "*i32",
     }
     types |= {"slots": "*i32", "temperatures": "*fp64", "log_min_ps": "*fp64", "seeds": "*i32", "choices": "*i32"}
-    types |= {"vocab": "i32", "CHUNKS": "i32"}
-    constants = {"CHUNK": sampler.CHUNK, "COUNT": 64, "PDL": True}
+    types |= {"vocab": "i32", "CHUNKS": "i32", "limits": "*i32", "counts": "*i32", "top_ks": "*i32", "top_ps": "*fp64"}
+    constants: dict[str, int] = {"CHUNK": sampler.CHUNK, "COUNT": 64, "LIMITS": True, "PDL": True}
     made = compile_for(sampler.noise_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
     assert "fma.rn.f64" not in made.ptx
     assert "div.rn.f64" in made.ptx
+    constants = {"STRIDE": sampler_limits._STRIDE, "COUNT": 64, "PDL": True}
+    made = compile_for(sampler_limits.limit_kernel, types, constants, 90, num_warps=16, enable_fp_fusion=False)
+    assert "fma.rn.f64" not in made.ptx
+    assert made.spills == 0

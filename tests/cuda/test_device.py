@@ -162,6 +162,8 @@ def test_draws_equal_the_definition_and_follow_the_device_token() -> None:
         params(temperature=0.9, seed=5),
         params(temperature=1.3, min_p=0.1, seed=(1 << 64) - 1),
         params(temperature=0.8, top_k=5, top_p=0.7, seed=9, logprobs=2),
+        params(temperature=1.1, top_p=0.8, seed=11),
+        params(temperature=1.1, top_k=7, min_p=0.01, seed=12),
         params(temperature=0.8, repetition_penalty=1.3, logit_bias={3: 2.0}, seed=10),
     ]
     states, tables = [], []

@@ -24,7 +24,8 @@ from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
-from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, sample_rows
+from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, has_limits, sample_rows
+from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.cuda.weights import to_device
@@ -117,7 +118,7 @@ class CudaBackend:
         self.bind(program)
 
     def bind(self, program: Program) -> None:
-        """Test the library on every weight shape and prepare the launches of every op."""
+        """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
         self._program = program
         torch.cuda.synchronize(self._device.name)  # the weights came on other streams
         linear_choice.use_exact_library()
@@ -131,6 +132,7 @@ class CudaBackend:
                         device.layers[key] = linear_choice.LinearLayer(*key)
                         largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
                         device.layers[key].test(w, largest)
+            check_draws(device.name)
         self._stream.synchronize()
         self._launches: list[Launch] = compile_ops(program, device)
         self._scratch = SamplerScratch(self._max_rows, program.geometry.vocab, device.name)
@@ -233,13 +235,17 @@ class CudaBackend:
         device.product = torch.zeros(capacity, g.hidden, dtype=torch.bfloat16, device=device.name)
         self._capacity = capacity
 
-    def launch_all(self, step: Step) -> None:
+    def launch_all(self, step: Step, limits: bool) -> None:
         """Every op and the sampler, on the current stream: what a graph captures."""
         for launch in self._launches:
             launch(step)
-        self._launch_sampler(step)
+        self._launch_sampler(step, limits)
 
-    def _launch_sampler(self, step: Step) -> None:
+    def limited(self, batch: Batch) -> bool:
+        """Whether a sampled row has top-k or top-p."""
+        return any(has_limits(self._slots[int(slot)].params) for slot in batch.slots[batch.sampled_rows])
+
+    def _launch_sampler(self, step: Step, limits: bool) -> None:
         sample_rows(
             self._device.buffers[Buffer.L][: step.sampled],
             step.positions,
@@ -248,6 +254,7 @@ class CudaBackend:
             self._tables,
             self._scratch,
             self._drawn,
+            limits,
         )
 
     # --- sampling ---------------------------------------------------------------------------------------------------
@@ -260,7 +267,7 @@ class CudaBackend:
         state = SlotState(params, choice, prompt_ids, output_ids)
         self._slots[slot] = state
         with torch.cuda.stream(self._stream):
-            self._tables.set(slot, params.temperature, params.min_p, params.seed, choice, state.last_token)
+            self._tables.set(slot, params, choice, state.last_token)
 
     def release_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -268,7 +275,7 @@ class CudaBackend:
     def _queue_draw(self, batch: Batch, step: Step) -> None:
         """Draw on the device and queue the copy of tokens (and of logits that the host needs) to the host."""
         if not self._replayed:
-            self._launch_sampler(step)
+            self._launch_sampler(step, self.limited(batch))
         slots = [int(slot) for slot in batch.slots[batch.sampled_rows]]
         states = [self._slots[slot] for slot in slots]
         on_host = any(_needs_host(state) for state in states)
@@ -357,14 +364,10 @@ class CudaBackend:
 
 
 def _needs_host(state: SlotState) -> bool:
-    """Whether a draw needs more than temperature and min-p."""
+    """Whether a draw needs counts, masks or log-probabilities."""
     p = state.params
     return bool(
-        p.logprobs is not None
-        or p.has_penalties
-        or len(state.bias_ids)
-        or (state.masking and len(state.masked_ids))
-        or (not p.greedy and (p.top_k > 0 or p.top_p < 1))
+        p.logprobs is not None or p.has_penalties or len(state.bias_ids) or (state.masking and len(state.masked_ids))
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one a (batch size, number of splits), captured on first use or by ``warm_up``."""
+"""Decode steps as CUDA graphs: one a (batch size, splits, whether rows have top-k or top-p), captured on first use or before."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ class DecodeGraphs:
     def __init__(self, backend: "CudaBackend", max_rows: int) -> None:
         self._backend = backend
         self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._pool: Any = None
 
     def forget(self) -> None:
@@ -41,7 +41,8 @@ class DecodeGraphs:
         splits = 1
         while splits <= split_count(longest):
             for size in self._sizes:
-                self._get(size, splits)
+                for limits in (False, True):
+                    self._get(size, splits, limits)
             splits *= 2
 
     def replay(self, batch: Batch, shape: Shape) -> Step | None:
@@ -49,7 +50,7 @@ class DecodeGraphs:
         size = next((size for size in self._sizes if size >= len(shape.counts)), None)
         if size is None:
             return None
-        captured = self._get(size, split_count(shape.longest))
+        captured = self._get(size, split_count(shape.longest), self._backend.limited(batch))
         backend = self._backend
         packed, slot = backend._staging.host(captured.layout.words)
         fill(captured.layout, packed, batch, shape, backend._max_rows)
@@ -57,12 +58,12 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.step
 
-    def _get(self, size: int, splits: int) -> _Captured:
-        if (size, splits) not in self._graphs:
-            self._graphs[size, splits] = self._capture(size, splits)
-        return self._graphs[size, splits]
+    def _get(self, size: int, splits: int, limits: bool) -> _Captured:
+        if (size, splits, limits) not in self._graphs:
+            self._graphs[size, splits, limits] = self._capture(size, splits, limits)
+        return self._graphs[size, splits, limits]
 
-    def _capture(self, size: int, splits: int) -> _Captured:
+    def _capture(self, size: int, splits: int, limits: bool) -> _Captured:
         backend = self._backend
         backend.reserve(size, size)
         layout = Layout(size, size, max(1, splits * 512 // backend._block_size), size, size, 0, splits)
@@ -70,11 +71,11 @@ class DecodeGraphs:
         step = layout.views(buffer)
         step.positions.fill_(-1)  # padding only: the run before the capture writes no cache
         step.sampled_slots.fill_(backend._max_rows)
-        backend.launch_all(step)  # compiles what is not compiled yet
+        backend.launch_all(step, limits)  # compiles what is not compiled yet
         backend._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=backend._stream):
-            backend.launch_all(step)
+            backend.launch_all(step, limits)
         if self._pool is None:
             self._pool = graph.pool()
         return _Captured(layout, buffer, step, graph)

@@ -1,6 +1,6 @@
-"""Drawing tokens on the device: the function ``relay.kernels.sampler.draw`` for greedy rows and rows with temperature and min-p.
+"""Drawing tokens on the device: ``relay.kernels.sampler.draw`` for rows without penalties, bias, mask or log-probabilities.
 
-Rows that need counts, masks, an order of the vocabulary or log-probabilities are drawn by that function itself, on the host.
+Rows that need those are drawn by that function itself, on the host.
 
 IEEE fp64, each operation rounded by itself (contraction is off), the polynomials of ``sampler_math``. Three kernels: the largest
 logit of each chunk of the vocabulary, the best score (value / temperature + Gumbel noise) of each chunk, the choice among chunks.
@@ -13,6 +13,8 @@ import triton.language as tl
 
 from relay.kernels import sampler_math as sm
 from relay.kernels.cuda.launch import launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.sampler_limits import KEYS, find_limits, key_of
+from relay.protocol.sampling import SamplingParams
 
 CHUNK = 2048
 FLAGS = {
@@ -87,8 +89,8 @@ def top_kernel(logits, tops, ids, flags, vocab, CHUNKS, CHUNK: tl.constexpr, PDL
 
 @triton.jit
 def noise_kernel(
-    logits, tops, scores, score_ids, positions, tokens, slots, temperatures, log_min_ps, seeds, choices, vocab, CHUNKS,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    logits, tops, scores, score_ids, positions, tokens, slots, temperatures, log_min_ps, seeds, choices, limits,
+    vocab, CHUNKS, CHUNK: tl.constexpr, COUNT: tl.constexpr, LIMITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Best value / temperature + noise of a chunk and its lowest id; nothing for greedy rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -105,12 +107,16 @@ def noise_kernel(
         top = tl.max(tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf")), 0)
         floor = top.to(tl.float64) / temperature + tl.load(log_min_ps + slot)
         v = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * vocab + v, mask=v < vocab, other=float("-inf")).to(tl.float64)
-        scaled = x / temperature
+        raw = tl.load(logits + row * vocab + v, mask=v < vocab, other=float("-inf"))
+        scaled = raw.to(tl.float64) / temperature
         word = _philox_word(v.to(tl.uint32), position, choice, low, high)
         u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         noise = -_log(-_log(u))
-        keep = (scaled >= floor) & (x > float("-inf")) & (v < vocab)
+        keep = (scaled >= floor) & (scaled > float("-inf")) & (v < vocab)
+        if LIMITS:
+            key = key_of(raw)
+            lowest = tl.load(limits + row * 2)
+            keep = keep & ((key > lowest) | ((key == lowest) & (v <= tl.load(limits + row * 2 + 1))))
         score = tl.where(keep, scaled + noise, float("-inf"))
         best = tl.max(score, 0)
         tl.store(scores + row * CHUNKS + chunk, best)
@@ -155,15 +161,25 @@ class SamplerTables:
         self.log_min_ps = torch.full((slots,), float("-inf"), dtype=torch.float64, device=device)
         self.seeds = torch.zeros(slots, 2, dtype=torch.int32, device=device)
         self.choices = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.top_ks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.top_ps = torch.ones(slots, dtype=torch.float64, device=device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def set(self, slot: int, temperature: float, min_p: float, seed: int, choice: int, last_token: int) -> None:
-        """Parameters of one slot; ``temperature`` below 1e-5 is greedy."""
-        self.temperatures[slot] = temperature
-        self.log_min_ps[slot] = sm.log_of(min_p) if min_p > 0 else float("-inf")
-        self.seeds[slot] = torch.tensor([_signed(seed & 0xFFFFFFFF), _signed(seed >> 32)], dtype=torch.int32)
+    def set(self, slot: int, params: SamplingParams, choice: int, last_token: int) -> None:
+        """Parameters of one slot."""
+        self.temperatures[slot] = params.temperature
+        self.log_min_ps[slot] = sm.log_of(params.min_p) if params.min_p > 0 else float("-inf")
+        words = [_signed(params.seed & 0xFFFFFFFF), _signed(params.seed >> 32)]
+        self.seeds[slot] = torch.tensor(words, dtype=torch.int32)
         self.choices[slot] = _signed(choice)
+        self.top_ks[slot] = min(params.top_k, (1 << 31) - 1)
+        self.top_ps[slot] = params.top_p
         self.last_tokens[slot] = last_token
+
+
+def has_limits(params: SamplingParams) -> bool:
+    """Whether top-k or top-p can leave tokens out."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1)
 
 
 def _signed(word: int) -> int:
@@ -180,6 +196,8 @@ class SamplerScratch:
         self.tops = torch.empty(shape, dtype=torch.float32, device=device)
         self.scores = torch.empty(shape, dtype=torch.float64, device=device)
         self.ids, self.score_ids, self.flags = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(3))
+        self.counts = torch.zeros(rows, KEYS, dtype=torch.int32, device=device)
+        self.limits = torch.zeros(rows, 2, dtype=torch.int32, device=device)
 
 
 def sample_rows(
@@ -190,8 +208,9 @@ def sample_rows(
     tables: SamplerTables,
     scratch: SamplerScratch,
     drawn: torch.Tensor,
+    limits: bool,
 ) -> None:
-    """Draw a token for each row of ``logits`` [rows, vocab] (bf16 or fp32), contiguous.
+    """Draw a token for each row of ``logits`` bf16 [rows, vocab], contiguous; ``limits``: some row has top-k or top-p.
 
     ``tokens`` int32 [rows]: step token whose logits they are, so its position + 1 is drawn; ``slots`` int32 [rows]. Writes
     ``drawn`` int32 [rows, 2] (token, flags) and each slot's last token. A flagged row's token means nothing.
@@ -202,6 +221,9 @@ def sample_rows(
     chunks, count = scratch.chunks, triton.next_power_of_2(scratch.chunks)
     grid = (rows, chunks)
     top_kernel[grid](logits, scratch.tops, scratch.ids, scratch.flags, vocab, chunks, CHUNK=CHUNK, PDL=pdl, **options)
+    if limits:
+        parameters = (tables.temperatures, tables.log_min_ps, tables.top_ks, tables.top_ps)
+        find_limits(logits, scratch.tops, slots, parameters, scratch.counts, scratch.limits)
     noise_kernel[grid](
         logits,
         scratch.tops,
@@ -214,10 +236,12 @@ def sample_rows(
         tables.log_min_ps,
         tables.seeds,
         tables.choices,
+        scratch.limits,
         vocab,
         chunks,
         CHUNK=CHUNK,
         COUNT=count,
+        LIMITS=limits,
         PDL=pdl,
         **options,
     )
