@@ -79,7 +79,9 @@ def compare(ours: np.ndarray, theirs: np.ndarray, drawn: list[int]) -> dict[str,
 
 def environment() -> dict[str, Any]:
     """Commit, machine and versions."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     packages = ("numpy", "torch", "transformers", "gguf", "tokenizers")
@@ -102,6 +104,7 @@ def main(prompts: int, tokens: int, threads: int, output: Path | None) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    start = environment()  # before the run: the tree may move on meanwhile
     cache_dir = default_cache_dir(os.environ)
     loaded = open_model("smollm2", cache_dir=cache_dir)
     reference = reference_model(cache_dir / "files" / ALIASES["smollm2"].file_name)
@@ -118,7 +121,7 @@ def main(prompts: int, tokens: int, threads: int, output: Path | None) -> None:
     partings = [parting for result in results for parting in result["partings"]]
     summary = {
         "command": f"python benchmarks/correctness.py --prompts {prompts} --tokens {tokens} --threads {threads}",
-        "environment": environment(),
+        "environment": start,
         "model_digest": loaded.digest,
         "backend": {"isa": backend.isa, "threads": backend.threads, "kv": "float32"},
         "prompts": prompts,

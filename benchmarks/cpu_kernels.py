@@ -1,6 +1,6 @@
 """How fast the CPU kernels are, beside what the machine can do in the same run.
 
-    python benchmarks/cpu_kernels.py [--isa avx2] [--encodings Q4_1,F32] [--threads 1,2] [--rows 1,4,16,64,256] [--json FILE]
+    python -m benchmarks.cpu_kernels [--isa avx2] [--encodings Q4_1,F32] [--threads 1,2] [--rows 1,4,16,64,256] [--json FILE]
 
 Shapes are SmolLM2-135M's. Every figure is the least of many runs (the machine may be shared); peak is a chain-free fma loop
 written with the same vectors, bandwidth a sum over 256 MB.
@@ -8,13 +8,13 @@ written with the same vectors, bandwidth a sum over 256 MB.
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.report import provenance
 from relay.kernels import packing
 from relay.kernels.backend import Batch
 from relay.kernels.cpu.backend import CpuBackend
@@ -165,7 +165,7 @@ class Timer:
                 return best
 
 
-def cost(name: str, program: Program, batch: Batch, weights: RandomWeights) -> tuple[float, float]:
+def cost(program: Program, batch: Batch, weights: RandomWeights) -> tuple[float, float]:
     """(GFLOP of the linears and attention, GB of weights and cache read) of one run."""
     tokens, sampled = len(batch.token_ids), len(batch.sampled_rows)
     flop = read = 0.0
@@ -180,82 +180,100 @@ def cost(name: str, program: Program, batch: Batch, weights: RandomWeights) -> t
     return flop / 1e9, read / 1e9
 
 
+class Run:
+    """All figures of one backend and one encoding; every one is printed and kept."""
+
+    def __init__(self, encoding: str, weights: RandomWeights, threads: int, options: argparse.Namespace) -> None:
+        self.encoding, self.weights, self.threads, self.options = encoding, weights, threads, options
+        self.backend = CpuBackend(threads, options.isa, max_tokens=512, max_sampled=256)
+        self.timer = Timer(options.budget, options.cpu_time, threads)
+        self.results: list[dict[str, object]] = []
+        fma_seconds = self.timer.least(lambda: self.backend.run_fma(8 * threads))
+        self.peak = self.backend.run_fma(8 * threads) / fma_seconds / 1e9
+        region = np.ones(64 << 20, np.float32)
+        self.bandwidth = region.nbytes / self.timer.least(lambda: self.backend.run_read(region)) / 1e9
+        print(
+            f"\n{encoding}, {threads} threads, {self.backend.isa}: "
+            f"peak {self.peak:.0f} GFLOP/s, memory {self.bandwidth:.1f} GB/s"
+        )
+
+    def load(self, program: Program) -> None:
+        self.backend.load(program, self.weights)
+        self.backend.allocate_kv(256 * 9, 64, "float32")
+
+    def keep(self, op: str, rows: int, kind: str, seconds: float, **figures: float) -> None:
+        self.results.append(
+            {
+                "encoding": self.encoding,
+                "threads": self.threads,
+                "isa": self.backend.isa,
+                "op": op,
+                "rows": rows,
+                "kind": kind,
+            }
+            | {"ms": seconds * 1e3, **figures, "peak_gflops": self.peak, "memory_gbs": self.bandwidth}
+        )
+
+    def op(self, name: str, program: Program) -> None:
+        self.load(program)
+        for rows in map(int, self.options.rows.split(",")):
+            decode = rows <= 64
+            batch = make_batch(rows if decode else 1, 1 if decode else rows, max(self.options.context, rows))
+            seconds = self.timer.least(lambda batch=batch: self.backend.run(0, len(program.ops), batch))
+            gflop, gbyte = cost(program, batch, self.weights)
+            self.keep(
+                name, rows, "decode" if decode else "prefill", seconds, gflops=gflop / seconds, gbs=gbyte / seconds
+            )
+            print(
+                f"{name:<12}{rows:>6}{seconds * 1e3:>10.3f}{gflop / seconds:>10.1f}{gflop / seconds / self.peak:>9.0%}"
+                f"{gbyte / seconds:>8.1f}{gbyte / seconds / self.bandwidth:>8.0%}"
+            )
+
+    def prompts(self, program: Program) -> None:
+        """Whole prompts in chunks of 512 tokens."""
+        self.load(program)
+        for length in map(int, self.options.prompts.split(",")):
+            chunks = [make_batch(1, min(512, length - at), min(at + 512, length)) for at in range(0, length, 512)]
+            seconds = self.timer.least(
+                lambda chunks=chunks: [self.backend.run(0, len(program.ops), batch) for batch in chunks]
+            )
+            self.keep("prompt", length, "prefill", seconds, tokens_per_s=length / seconds)
+            print(f"prompt of {length}: {seconds * 1e3:.0f} ms, {length / seconds:.0f} tokens/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--isa")
     parser.add_argument("--encodings", default="Q4_1,F32")
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--rows", default="1,4,16,64,256")
+    parser.add_argument("--rows", default="1,4,16,64,256", help="up to 64: decode rows; more: one prefill chunk")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompts", default="512,2048", help="prompt lengths prefilled in chunks of 512")
     parser.add_argument("--ops", default="", help="comma-separated subset of the ops")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds for each figure")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall time (a busy machine)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time / threads instead of wall time (a busy machine)"
+    )
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    results = []
-    wanted = [name for name in arguments.ops.split(",") if name]
-    for encoding_name in arguments.encodings.split(","):
-        weights = RandomWeights(Encoding[encoding_name])
-        for threads in map(int, arguments.threads.split(",")):
-            backend = CpuBackend(threads, arguments.isa, max_tokens=512, max_sampled=256)
-            timer = Timer(arguments.budget, arguments.cpu_time, threads)
-            peak = backend.run_fma(8 * threads) / timer.least(lambda k=backend, t=threads: k.run_fma(8 * t)) / 1e9
-            region = np.ones(64 << 20, np.float32)
-            bandwidth = region.nbytes / timer.least(lambda k=backend, r=region: k.run_read(r)) / 1e9
-            print(
-                f"\n{encoding_name}, {threads} threads, {backend.isa}: peak {peak:.0f} GFLOP/s, memory {bandwidth:.1f} GB/s"
-            )
+    options = parser.parse_args()
+    results: list[dict[str, object]] = []
+    wanted = set(filter(None, options.ops.split(",")))
+    for encoding in options.encodings.split(","):
+        weights = RandomWeights(Encoding[encoding])
+        for threads in map(int, options.threads.split(",")):
+            run = Run(encoding, weights, threads, options)
             print(f"{'op':<12}{'rows':>6}{'ms':>10}{'GFLOP/s':>10}{'of peak':>9}{'GB/s':>8}{'of mem':>8}")
             for name, program in programs().items():
-                if wanted and name not in wanted:
-                    continue
-                backend.load(program, weights)
-                backend.allocate_kv(256 * 9, 64, "float32")
-                for rows in map(int, arguments.rows.split(",")):
-                    decode = rows <= 64
-                    batch = make_batch(rows if decode else 1, 1 if decode else rows, max(arguments.context, rows))
-                    seconds = timer.least(lambda p=program, b=batch, k=backend: k.run(0, len(p.ops), b))
-                    gflop, gbyte = cost(name, program, batch, weights)
-                    line = {
-                        "encoding": encoding_name, "threads": threads, "isa": backend.isa, "op": name, "rows": rows,
-                        "kind": "decode" if decode else "prefill", "ms": seconds * 1e3, "gflops": gflop / seconds,
-                        "gbs": gbyte / seconds, "peak_gflops": peak, "memory_gbs": bandwidth,
-                    }  # fmt: skip
-                    results.append(line)
-                    print(
-                        f"{name:<12}{rows:>6}{seconds * 1e3:>10.3f}{gflop / seconds:>10.1f}{gflop / seconds / peak:>9.0%}"
-                        f"{gbyte / seconds:>8.1f}{gbyte / seconds / bandwidth:>8.0%}"
-                    )
+                if not wanted or name in wanted:
+                    run.op(name, program)
             if not wanted or "prompt" in wanted:
-                program = programs()["whole step"]
-                backend.load(program, weights)
-                backend.allocate_kv(256 * 9, 64, "float32")
-                for length in map(int, arguments.prompts.split(",")):
-                    chunks = [
-                        make_batch(1, min(512, length - at), min(at + 512, length)) for at in range(0, length, 512)
-                    ]
-                    seconds = timer.least(
-                        lambda c=chunks, p=program, k=backend: [k.run(0, len(p.ops), batch) for batch in c]
-                    )
-                    results.append(
-                        {
-                            "encoding": encoding_name, "threads": threads, "isa": backend.isa, "op": "prompt", "rows": length,
-                            "kind": "prefill", "ms": seconds * 1e3, "tokens_per_s": length / seconds,
-                        }
-                    )  # fmt: skip
-                    print(f"prompt of {length}: {seconds * 1e3:.0f} ms, {length / seconds:.0f} tokens/s")
-            backend.close()
-    if arguments.json:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-        record = {
-            "machine": platform.platform(),
-            "processor": processor,
-            "cpu_time": arguments.cpu_time,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+                run.prompts(programs()["whole step"])
+            run.backend.close()
+            results += run.results
+    if options.json:
+        record = {"benchmark": "cpu_kernels", **provenance(), "cpu_time": options.cpu_time, "results": results}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,5 +61,5 @@ def export(model: Any, target: Path) -> None:
             indent=1,
         )
     )
-    (target / "tokenizer.json").write_text(model.tokenizer_json())
+    (target / "tokenizer.json").write_text(model.tokenizer_files.json)
     (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

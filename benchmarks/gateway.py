@@ -1,6 +1,6 @@
 """The whole gateway without a model: HTTP, text path, core and sockets, with a fake engine that draws tokens on a clock.
 
-    PYTHONPATH=src python benchmarks/gateway.py [--streams 256] [--rate 75] [--seconds 10] [--model smollm2] [--json FILE]
+    python -m benchmarks.gateway [--streams 256] [--rate 75] [--seconds 10] [--model smollm2] [--json FILE]
 
 One process is the gateway (the real app on uvicorn, the real tokenizer); its CPU time is read from the kernel over windows in
 which every stream runs. A second process is the fake engine. This one holds the streams' sockets and counts events.
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -19,6 +18,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.report import provenance
 
 HERE = Path(__file__).parent
 
@@ -143,10 +144,7 @@ async def load(arguments: argparse.Namespace, pid: int, port: int) -> dict[str, 
         rates.append(count / passed)
         costs.append((cpu_seconds(pid) - cpu) / count * 1e6)
     return {
-        "command": " ".join(["benchmarks/gateway.py", *sys.argv[1:]]),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        **provenance(),
         "streams": arguments.streams,
         "asked_tokens_per_s": arguments.streams * arguments.rate,
         "tokens_per_s": round(statistics.median(rates)),
@@ -180,7 +178,9 @@ def main() -> None:
         return
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     fd = listener.fileno()
-    gateway = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--listener", str(fd)], pass_fds=[fd])
+    gateway = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gateway", *sys.argv[1:], "--listener", str(fd)], pass_fds=[fd]
+    )
     try:
         result = asyncio.run(load(arguments, gateway.pid, listener.getsockname()[1]))
     finally:

@@ -1,6 +1,6 @@
 """CPU time of one token event in the gateway's core and shell: 256 running sequences, one Tokens message a step.
 
-    PYTHONPATH=src python benchmarks/gateway_core.py [--json FILE]
+    python -m benchmarks.gateway_core [--json FILE]
 
 ``core`` is ``GatewayCore.handle`` alone; ``shell`` feeds the encoded frame to a connection's ``data_received`` and ends in a sink
 that counts (decode, core, dispatch). Medians over rounds of at least 200 steps each, process CPU time.
@@ -9,12 +9,12 @@ that counts (decode, core, dispatch). Medians over rounds of at least 200 steps 
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.report import provenance
 from relay.config import ControlConfig
 from relay.control.commands import Deliver
 from relay.control.connection import Connection
@@ -127,9 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     core, shell = measure_core(), asyncio.run(measure_shell())
     result = {
-        "command": "benchmarks/gateway_core.py",
-        "python": platform.python_version(),
-        "machine": platform.machine(),
+        **provenance(),
         "streams": STREAMS,
         "core_us_per_token": round(statistics.median(core) * 1e6, 3),
         "core_and_shell_us_per_token": round(statistics.median(shell) * 1e6, 3),

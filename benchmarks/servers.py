@@ -74,7 +74,7 @@ def free_port() -> int:
 
 def tokenizer() -> Tokenizer:
     """The default model's tokenizer."""
-    return Tokenizer.from_str(loaded_model().tokenizer_json())
+    return Tokenizer.from_str(loaded_model().tokenizer_files.json)
 
 
 def loaded_model() -> Any:

@@ -7,13 +7,14 @@ from world import World
 from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.transitions import WorkerState
+from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     Drain,
     Drained,
     EngineExited,
     Heartbeat,
+    Prefill,
     Refuse,
     SequenceFailed,
     TokenEntry,
@@ -395,3 +396,72 @@ def test_overlapping_entries_are_trimmed() -> None:
         e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, 1, [6, 7, 8], logprobs=[(-1.0, []), (-2.0, []), (-3.0, [])])]))
     )
     assert client.tokens[0] == [5, 6, 7, 8]
+
+
+def test_tokens_of_d_before_those_of_p_are_kept_in_order() -> None:
+    """P's and D's connections are not ordered with each other."""
+    world = World(first, SPLIT).ready()
+    world.submit(LONG, max_tokens=8)
+    p, d = live_key(world, "prefill-0"), live_key(world, "decode-0")
+    client = world.clients[1]
+    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
+    world._hear(d)
+    world._speak(world.workers[d])
+    assert isinstance(world.to_engine[p][0], Prefill)
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6])])))
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 2, [7, 8])])))
+    assert client.tokens[0] == []
+    world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
+    assert client.tokens[0] == [5, 6, 7, 8]
+    choice = world.core.state.requests[1].choices[0]
+    assert (choice.attempt, choice.state, choice.prefill) == (1, ChoiceState.RUNNING, None)
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))  # D repeats P's
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 4, [9])])))
+    assert client.tokens[0] == [5, 6, 7, 8, 9]
+
+
+def test_what_d_says_early_is_bounded() -> None:
+    world = World(first, SPLIT).ready()
+    world.submit(LONG, max_tokens=300)
+    d = live_key(world, "decode-0")
+    world._hear(d)
+    world._speak(world.workers[d])
+    for position in range(1, 258):
+        world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, position, [1])])))
+    assert "the first token never came" in " ".join(world.core.story(1))
+
+
+def test_a_resumed_attempt_starts_from_prompt_and_committed_tokens() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=20, seed=8)
+    key = live_key(world, "worker-0")
+    world._hear(key)
+    for _ in range(3):
+        world.workers[key].step()
+    while world.workers[key].out:
+        world._speak(world.workers[key])
+    committed = list(world.clients[1].tokens[0])
+    assert len(committed) == 3
+    world.kill(key, 9)
+    for event in world.endings.pop(key):
+        world.handle(event)
+    world.ready()
+    (run,) = world.to_engine[live_key(world, "worker-0")]
+    assert (run.work.attempt, run.work.num_prompt, run.work.token_ids) == (2, len(LONG), LONG + committed)
+    assert (run.work.params.max_tokens, run.work.params.seed) == (20, 8)
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_the_end_of_an_old_connection_is_not_the_end_of_a_new_one() -> None:
+    world = World(first, ONE).ready()
+    old = live_key(world, "worker-0")
+    world.kill(old, 9)
+    world.endings.pop(old)
+    world.handle(e.LauncherExited(old, signal=9))
+    world.advance(until_ns=SECOND)  # the fence timer: nobody waits for the old connections any longer
+    world.ready()
+    for process in ("engine", "agent"):
+        world.handle(e.ConnectionLost(old, process, "EOF"))
+    worker = world.core.state.workers["worker-0"]
+    assert (worker.state, worker.agent_open, worker.engine_open) == (WorkerState.READY, True, True)

@@ -333,3 +333,57 @@ def test_a_cancelled_request_is_cancelled_at_both_workers() -> None:
     commands = world.handle(e.RequestCancelled(1))
     told = {command.worker.worker: command.message for command in commands if isinstance(command, c.SendToEngine)}
     assert told == {"prefill-0": Cancel(1, 0, 1), "decode-0": Cancel(1, 0, 1)}
+
+
+def refuse_first(world: World, worker: str = "decode-0") -> None:
+    key = WorkerKey(worker, 1)
+    work = world.to_engine[key].popleft().work
+    world.handle(e.WorkerMessage(key, Refuse(work.request, work.choice, work.attempt, "full")))
+    world.to_engine[key].clear()  # the Cancel that follows
+
+
+def test_a_full_worker_that_says_nothing_is_asked_again_at_the_next_tick() -> None:
+    world = World(first, SPLIT).ready()
+    world.submit(LONG)
+    refuse_first(world)
+    assert not sent(world, "decode-0")
+    world.advance(until_ns=110_000_000)
+    assert [type(message) for message in sent(world, "decode-0")] == [Reserve]
+
+
+def test_an_accepted_reservation_ends_the_caution() -> None:
+    world = World(first, SPLIT).ready()
+    world.core.state.workers["decode-0"].tight = True
+    for start in range(3):
+        world.submit([start + 3 * i for i in range(100)])
+    assert len(sent(world, "decode-0")) == 1
+    key = WorkerKey("decode-0", 1)
+    world._hear(key)
+    while world.workers[key].out:
+        world._speak(world.workers[key])
+    assert len(sent(world, "decode-0")) == 2
+
+
+def test_a_suspect_of_two_crashes_runs_alone() -> None:
+    world = World(first, [("worker-0", "both")]).ready()
+    world.submit([1, 2, 3], max_tokens=30)
+    world.submit([4, 5, 6])
+    suspect = world.core.state.requests[2].choices[0]
+    key = WorkerKey("worker-0", 1)
+    suspect.blames = 2
+    world.handle(e.WorkerMessage(key, Refuse(2, 0, 1, "full")))
+    world.to_engine[key].clear()
+    world.submit([7, 8, 9])
+    assert not sent(world, "worker-0"), "placed beside another, or another beside it"
+    world.handle(e.RequestCancelled(1))
+    assert [m.work.request for m in sent(world, "worker-0") if isinstance(m, Run)] == [2]
+
+
+def test_resumed_choices_go_before_new_ones() -> None:
+    world = World(first, [("worker-0", "both")]).ready()
+    for index in range(9):
+        world.submit([index, index])
+    key = WorkerKey("worker-0", 1)
+    assert [choice.request.id for choice in world.core.state.queue] == [9]
+    world.handle(e.WorkerMessage(key, Refuse(3, 0, 1, "draining")))
+    assert [choice.request.id for choice in world.core.state.queue] == [3, 9]

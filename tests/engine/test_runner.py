@@ -4,6 +4,7 @@ import numpy as np
 
 from relay.engine.runner import Runner
 from relay.engine.step import SlotBinding, StepPlan, StepRow
+from relay.kernels.sampler import InvalidLogits
 from relay.protocol.sampling import SamplingParams
 from tests.engine.driver import Engine, key_of, limits, work
 from tests.engine.hash_backend import LAYERS, HashBackend, oracle, program
@@ -54,6 +55,24 @@ def test_a_sink_that_raises_fails_its_row_only():
     items = [work(r, [r] * 20, 3) for r in (1, 2, 3)]
     collected = engine.serve(*items)
     assert [got.failed for got in collected] == [None, "ConnectionError: peer is gone", None]
+    assert collected[2].tokens == oracle(items[2].token_ids, 20, items[2].params, 0, 256)[0]
+
+
+def test_a_row_without_a_drawable_token_fails_alone():
+    engine = Engine(limits())
+    draw = engine.backend.sample
+
+    def sample(batch):
+        for index, row in enumerate(batch.sampled_rows.tolist()):
+            prompt_ids = engine.backend.slots[int(batch.slots[row])][2]
+            if prompt_ids[0] == 2:
+                raise InvalidLogits(index, "a NaN")
+        return draw(batch)
+
+    engine.backend.sample = sample
+    items = [work(r, [r] * 20, 3) for r in (1, 2, 3)]
+    collected = engine.serve(*items)
+    assert [got.failed for got in collected] == [None, "no token can be drawn: a NaN", None]
     assert collected[2].tokens == oracle(items[2].token_ids, 20, items[2].params, 0, 256)[0]
 
 

@@ -173,3 +173,9 @@ def test_bounds() -> None:
 def test_values_of_other_types_never_reach_a_template() -> None:
     with pytest.raises(ChatTemplateError, match="must be JSON"):
         render("{{ messages[0].extra }}", [{"role": "user", "content": "", "extra": object()}])
+
+
+def test_variables_replace_no_argument() -> None:
+    variables = {"messages": [], "add_generation_prompt": False, "bos_token": "B", "flag": 3}
+    template = "{{ messages | length }} {{ add_generation_prompt }} {{ bos_token }} {{ flag }}"
+    assert render(template, variables=variables) == "1 True B 3"

@@ -161,3 +161,21 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
             refused.append(str(error))
     assert len(refused) > 30
     assert all(str(path) in text for text in refused)
+
+
+def test_impossible_sizes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    config = config_of()
+    tensors = random_tensors(config)
+    for changes in ({"max_positions": 1 << 30}, {"hidden": 1 << 30}, {"num_kv_heads": 3}):
+        path = tmp_path / "m.gguf"
+        fine = write_gguf(path, config, tensors).read_bytes()
+        for field, key in (
+            ("max_positions", "context_length"),
+            ("hidden", "embedding_length"),
+            ("num_kv_heads", "head_count_kv"),
+        ):
+            if field in changes:
+                at = fine.index(key.encode()) + len(key) + 4  # after the key: type, then the value
+                path.write_bytes(fine[:at] + changes[field].to_bytes(4, "little") + fine[at + 4 :])
+        with pytest.raises(CorruptModelError, match="impossible sizes"):
+            GgufSource(path)

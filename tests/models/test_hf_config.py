@@ -83,6 +83,8 @@ def test_yarn_attention_factor() -> None:
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"hidden_size": -4}, "hidden_size must be"),
         ("llama", {"hidden_size": "64"}, "hidden_size must be"),
+        ("llama", {"num_hidden_layers": 100000}, "num_hidden_layers must be an integer from 1 to 4096"),
+        ("llama", {"max_position_embeddings": 1 << 22}, "max_position_embeddings must be"),
         ("llama", {"vocab_size": True}, "vocab_size must be"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
         ("llama", {"hidden_size": 66}, "does not divide hidden_size"),

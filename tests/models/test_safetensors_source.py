@@ -68,7 +68,7 @@ def test_wrong_shape_is_named_when_packing(tmp_path: Path) -> None:
     wrong = {**tensors(), "model.layers.0.mlp.down_proj.weight": np.zeros((64, 95), np.float32)}
     folder = write_folder(tmp_path / "m", config_json(), tensors=wrong)
     with pytest.raises(
-        CorruptModelError, match=r"layers\.0\.down has shape \[64, 95\], the config asks for \[64, 96\]"
+        CorruptModelError, match=r"m: weight layers\.0\.down has shape \[64, 95\], the config asks for \[64, 96\]"
     ):
         open_model(str(folder), cache_dir=tmp_path / "cache")
     assert not list(packs_dir(tmp_path / "cache").iterdir())

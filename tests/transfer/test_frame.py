@@ -92,9 +92,12 @@ def test_one_flipped_bit_is_seen(position, bit):
     raw = bytearray(seal(KV, KV_PAYLOAD, crc32c) + KV_PAYLOAD)
     raw[position] ^= 1 << bit
     with pytest.raises(FrameError):
-        header = parse(raw[:HEADER_BYTES])
-        verify(raw[:HEADER_BYTES], raw[HEADER_BYTES:], crc32c)
-        assert header != KV
+        open_frame(bytes(raw))
+
+
+def open_frame(raw):
+    parse(raw[:HEADER_BYTES])
+    verify(raw[:HEADER_BYTES], raw[HEADER_BYTES:], crc32c)
 
 
 @given(st.binary(max_size=HEADER_BYTES + 8))

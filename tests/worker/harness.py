@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from relay.clock import MonotonicClock
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import SequenceKey
@@ -23,7 +24,8 @@ from relay.worker.commands import (
 )
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.events import OrderReceived, StepFinished, TimerFired
-from relay.worker.sink import TransferSink
+from relay.worker.status_page import StatusPage
+from relay.worker.step_thread import StepThread
 from tests.engine.hash_backend import LAYERS, HashBackend, oracle, program
 
 MAX_MODEL_LEN = 256
@@ -67,6 +69,10 @@ class FakeWorker:
         self.events = deque()
         self.transport = InprocTransport(world.network, identity, self.backend, self.events.append, TINY)
         self.steps = deque()
+        page = StatusPage.open("")
+        self.step_thread = StepThread(
+            self.runner, self.transport, LAYERS, page, self.events.append, MonotonicClock()
+        )  # never started: ``compute`` is its loop
         self.timers = {}
         self.outbox = []
         self.exited = None
@@ -80,12 +86,11 @@ class FakeWorker:
         while self.events:
             self._carry_out(self.core.handle(self.events.popleft(), self.world.now_ns))
         self._carry_out(self.core.advance(self.world.now_ns))
+        self.core.held.check()
 
     def compute(self):
         """Run the oldest started step."""
-        plan, sinks = self.steps.popleft()
-        sink = TransferSink(self.transport, LAYERS, sinks) if sinks else None
-        self.events.append(StepFinished(self.runner.execute(plan, sink)))
+        self.events.append(StepFinished(self.step_thread.execute(self.steps.popleft())))
 
     def fire_timers(self):
         for name, at_ns in list(self.timers.items()):
@@ -105,8 +110,8 @@ class FakeWorker:
             match command:
                 case SendToGateway(_, message):
                     self.outbox.append(message)
-                case StartStep(plan, sinks):
-                    self.steps.append((plan, sinks))
+                case StartStep():
+                    self.steps.append(command)
                 case OpenSend(order):
                     self.transport.open_send(order)
                 case ForgetUnsent(transfer):
@@ -127,13 +132,14 @@ class FakeWorker:
 
     def check_empty(self):
         """Nothing is held: no block, no sequence, no transfer."""
-        assert self.core.num_held == 0
+        assert len(self.core.held) == 0
+        assert not self.core.held.by_transfer
+        assert not self.core.held.by_slot
         assert self.scheduler.load().kv_used == 0
         assert not self.scheduler.has_work()
         assert not self.transport._senders
         assert not self.transport._receivers
-        assert not self.core._by_transfer
-        assert not self.core._attempts
+        assert not self.transport._tables
 
 
 class World:

@@ -1,6 +1,7 @@
 """Real agent and engine processes on a tiny random model; the test is the gateway."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from relay.protocol.messages import (
     Refuse,
     Reserve,
     Run,
+    SequenceFailed,
     Tokens,
     Work,
 )
@@ -51,13 +53,13 @@ def listener():
 class LiveWorker:
     """One agent and its engine, started as a launcher would."""
 
-    def __init__(self, listener, name, pack_path, **values):
+    def __init__(self, listener, name, pack_path, backend="reference", **values):
         spec = WorkerSpec(
             worker=name,
             incarnation=1,
             gateways=[address_of(listener)],
             pack_path=str(pack_path),
-            backend="reference",
+            backend=backend,
             kv_cache_memory_bytes=1 << 22,
             max_num_seqs=8,
             max_num_batched_tokens=32,
@@ -66,9 +68,19 @@ class LiveWorker:
         command = [sys.executable, "-m", "relay.worker.agent", "--spec", encode_spec(spec)]
         self.process = subprocess.Popen(command, env=ENVIRONMENT)
         self.name = name
+        try:
+            self._greet(listener)
+        except BaseException:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+            raise
+
+    def _greet(self, listener):
         for _ in range(2):
+            while not select.select([listener], [], [], 0.2)[0]:
+                assert self.process.poll() is None, "the worker did not start"
             hello, side = accept_hello(listener)
-            assert hello.worker == name
+            assert hello.worker == self.name
             if hello.process == "agent":
                 self.agent = side
                 assert hello.pid == self.process.pid
@@ -115,8 +127,9 @@ def gone(pid):
     return False
 
 
-def test_split_over_processes_equals_colocated(start):
-    p, d = start("p"), start("d")
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_split_over_processes_equals_colocated(start, backend):
+    p, d = start("p", backend=backend), start("d", backend=backend)
     assert p.hello.numerics_id == d.hello.numerics_id
     assert p.hello.model_digest == d.hello.model_digest
     p.engine.send(Run(work(1)))
@@ -136,6 +149,25 @@ def test_split_over_processes_equals_colocated(start):
         worker.engine.expect(Drained)
         assert worker.agent.expect(EngineExited) == EngineExited(status=0)
         assert worker.process.wait(PATIENCE_S) == 0
+
+
+def test_p_killed_under_way_is_reported_by_d_which_serves_on(start):
+    p, d = start("p"), start("d")
+    d.engine.send(Reserve(work(1), 5, "p", 1))
+    d.engine.expect(Accept)
+    p.engine.send(Run(work(8, max_tokens=400)))  # keeps P's steps short of the prompt's end for a while
+    p.engine.expect(Tokens)
+    p.engine.send(Prefill(work(1), 5, 0, d.hello.kv_addresses, "d", 1))
+    p.engine.expect(Tokens)
+    os.kill(p.hello.pid, signal.SIGKILL)
+    first = d.engine.expect((Tokens, SequenceFailed))
+    if isinstance(first, SequenceFailed):
+        assert (first.request, first.attempt, first.retry) == (1, 1, True)
+    else:  # everything had arrived before the kill
+        d.engine.inbox.insert(0, first)
+        assert len(d.engine.stream(1)[0]) == 12
+    d.engine.send(Run(work(2)))
+    assert len(d.engine.stream(2)[0]) == 12
 
 
 def test_heartbeats_show_steps_and_phase(start):

@@ -2,18 +2,20 @@
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
 
 from relay.control.events import ProcessName
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
-from relay.protocol.messages import AgentToGateway, EngineToGateway, Hello, Message
+from relay.protocol.messages import AgentToGateway, EngineToGateway, Hello, Message, Tokens
 
 if TYPE_CHECKING:
     from relay.control.shell import GatewayShell
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-RECEIVE_BUFFER_BYTES = 256 * 1024  # a gateway that lags tells its engines so, instead of letting megabytes wait unseen
+RECEIVE_BUFFER_BYTES = 32 * 1024  # some thousand tokens: a gateway that lags shows its engines so
+TURN_EVENTS = 512
 HELLO_DEADLINE_S = 10.0
 _INCOMING = AgentToGateway | EngineToGateway
 
@@ -29,6 +31,9 @@ class Connection(asyncio.Protocol):
         self._decoder = FrameDecoder(_INCOMING)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._received: deque[Any] = deque()
+        self._paused = False
+        self._problem = ""
         self._reason = "EOF"
         self.closed = False
 
@@ -49,19 +54,45 @@ class Connection(asyncio.Protocol):
         if self.closed:
             return
         try:
-            messages = self._decoder.feed(data)
+            self._received += self._decoder.feed(data)
         except FramingError as error:
-            self.abort(str(error))
-            return
-        for message in messages:
-            if self.closed:
+            self._problem = str(error)
+        if not self._paused:
+            self._handle_received()
+
+    def _handle_received(self) -> None:
+        """Handle what was decoded, in turns: a gateway that lags reads slowly, but lets everything else go on between."""
+        received = self._received
+        events = 0
+        while received and not self.closed:
+            if events >= TURN_EVENTS:
+                self._take_turns()
                 return
+            message = received.popleft()
+            events += len(message.entries) if type(message) is Tokens else 1
             if self.worker is not None:
                 self._shell.message(self.worker, message)
             elif isinstance(message, Hello):
                 self._shell.hello(self, message)
             else:
-                self.abort("the first message was no hello")
+                self._problem = "the first message was no hello"
+                received.clear()
+        if self._problem:
+            self.abort(self._problem)
+        elif self._paused:
+            self._paused = False
+            if self._transport is not None and not self.closed:
+                self._transport.resume_reading()
+
+    def _take_turns(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._paused:
+            self._handle_received()
 
     def bind(self, worker: WorkerKey, process: ProcessName) -> None:
         """The hello was accepted."""
@@ -90,6 +121,10 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        while self._received and not self.closed and self.worker is not None:  # said before the end: it counts
+            self._shell.message(self.worker, self._received.popleft())
+        self._transport = None
+        self._paused = False
         if self._deadline is not None:
             self._deadline.cancel()
         if error is not None and self._reason == "EOF":

@@ -8,6 +8,7 @@ from relay.engine.limits import SchedulerLimits
 from relay.engine.step import StepPlan, StepResult
 from relay.kernels.backend import Backend, Batch, LayerSink
 from relay.kernels.program import Program
+from relay.kernels.sampler import InvalidLogits
 from relay.protocol.block_hash import UNIT_TOKENS
 
 DIGEST_BYTES = 16
@@ -39,6 +40,9 @@ class Runner:
             self._run(plan, batch, sink, blamed)
             tokens = [[token] for token in self._backend.sample(batch)] if len(batch.sampled_rows) else []
             digests = self._logit_digests(batch) if batch.capture_logits else None
+        except InvalidLogits as error:
+            slot = int(batch.slots[batch.sampled_rows[error.row]])
+            return StepResult(plan.step, [], error=f"no token can be drawn: {error.reason}", failed_slots=[slot])
         except Exception as error:  # whatever it is, it ends these rows and not the loop
             return StepResult(plan.step, [], error=f"{type(error).__name__}: {error}", failed_slots=blamed)
         return StepResult(plan.step, tokens, digests)

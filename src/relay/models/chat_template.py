@@ -58,7 +58,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. ``variables`` (OpenAI clients' ``chat_template_kwargs``) are visible to the template.
+        """The prompt text. ``variables`` (OpenAI clients' ``chat_template_kwargs``) are visible to the template, but
+        replace nothing given here.
 
         Content None becomes "", a list of text parts is joined, other keys that are None vanish. Raises ChatTemplateError.
         """
@@ -66,11 +67,11 @@ class ChatTemplate:
         template = jinja2.Template.from_code(environment, self._code, environment.make_globals(None))
         context = {
             **self._special_tokens,
+            **{name: _plain(value) for name, value in (variables or {}).items()},
             "messages": [_plain_message(message) for message in messages],
             "tools": None if tools is None else [_plain(tool) for tool in tools],
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **(variables or {}),
         }
         pieces: list[str] = []
         length = 0

@@ -27,6 +27,11 @@ class Checkpoint(Protocol):
     """An opened model file or folder; tensors are read when asked for, by the names of ``layout.py``'s parts."""
 
     @property
+    def where(self) -> str:
+        """The path, for errors."""
+        ...
+
+    @property
     def config(self) -> ModelConfig: ...
 
     @property

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+# Bounds on what a model file may claim, checked before anything of that size is made.
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 21
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:

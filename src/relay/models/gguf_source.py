@@ -9,7 +9,7 @@ import numpy as np
 from relay.errors import CorruptModelError
 from relay.kernels.packing import MatrixSource, from_bf16, from_f16, from_f32, from_gguf
 from relay.models.checkpoint import TokenizerFiles
-from relay.models.config import ModelConfig, RopeConfig
+from relay.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ModelConfig, RopeConfig
 from relay.models.gguf_tokenizer import tokenizer_files
 from relay.models.layout import weight_items
 from relay.models.rope import yarn_attention_factor
@@ -38,6 +38,17 @@ _FREQUENCIES = "rope_freqs.weight"
 
 class _Reader(gguf.GGUFReader):
     """The package's reader; checks that every tensor lies inside the file, so that a truncated one can be named."""
+
+    _plain: np.ndarray
+
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        # The reader cuts hundreds of thousands of pieces; as plain arrays over the same mapping they cost a third.
+        self._plain = np.asarray(mapped)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         for field in fields:
@@ -71,6 +82,10 @@ class GgufSource:
         self._config = self._read_config()
         self._check_complete()
         self._tokenizer: TokenizerFiles | None = None
+
+    @property
+    def where(self) -> str:
+        return str(self._path)
 
     @property
     def config(self) -> ModelConfig:
@@ -152,7 +167,7 @@ class GgufSource:
             self._refuse(f"{self._architecture}.expert_count: mixtures of experts are not served")
         hidden, heads = self._integer("embedding_length"), self._integer("attention.head_count")
         head_dim = self._integer("attention.key_length", hidden // heads if heads else 0)
-        positions = self._integer("context_length")
+        positions, layers = self._integer("context_length"), self._integer("block_count")
         if self._integer("attention.value_length", head_dim) != head_dim:
             self._refuse(f"{self._architecture}.attention.value_length differs from key_length: not served")
         if self._integer("rope.dimension_count", head_dim) != head_dim:
@@ -162,9 +177,18 @@ class GgufSource:
             self._refuse(
                 f"{self._architecture}.attention.sliding_window {window} is shorter than the context: not served"
             )
-        kv_heads = self._integer("attention.head_count_kv", heads)
-        if min(hidden, heads, kv_heads, head_dim, positions) <= 0 or heads % kv_heads or head_dim % 2:
-            self._refuse(f"impossible sizes: hidden {hidden}, heads {heads}, kv heads {kv_heads}, head size {head_dim}")
+        kv_heads, intermediate = self._integer("attention.head_count_kv", heads), self._integer("feed_forward_length")
+        sizes = {
+            "hidden": hidden,
+            "heads": heads,
+            "kv heads": kv_heads,
+            "head size": head_dim,
+            "intermediate": intermediate,
+        }
+        too_large = max(sizes.values()) > MAX_SIZE or positions > MAX_POSITIONS or layers > MAX_LAYERS
+        if min(*sizes.values(), positions, layers) <= 0 or too_large or heads % kv_heads or head_dim % 2:
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            self._refuse(f"impossible sizes: {listed}, context {positions}, layers {layers}")
         if _MODEL_PARTS["embed"] not in self._tensors:
             self._refuse(f"tensor {_MODEL_PARTS['embed']} is missing")
         eos = [self.value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -172,8 +196,8 @@ class GgufSource:
             architecture=cast(Literal["llama", "qwen2", "qwen3"], self._architecture),
             vocab=int(self._tensors[_MODEL_PARTS["embed"]].shape[1]),
             hidden=hidden,
-            intermediate=self._integer("feed_forward_length"),
-            num_layers=self._integer("block_count"),
+            intermediate=intermediate,
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

@@ -7,7 +7,11 @@ from typing import Any
 from relay.errors import CorruptModelError
 from relay.models.checkpoint import TokenizerFiles
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types; control tokens are invisible in text, user-defined ones visible
+_CONTROL, _USER_DEFINED, _UNUSED = (
+    3,
+    4,
+    5,
+)  # token types; control tokens are invisible in text, user-defined ones visible
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -20,18 +24,17 @@ def tokenizer_files(value: Callable[[str], Any], where: str) -> TokenizerFiles:
     model, pre = value("tokenizer.ggml.model"), value("tokenizer.ggml.pre")
     if model != "gpt2":
         raise CorruptModelError(f"{where}: tokenizer.ggml.model {model!r} is not served (gpt2 is)")
-    kinds = {"smollm": _smollm, "gpt-2": _gpt2, "llama-bpe": _llama3, "qwen2": _qwen2}
-    if pre not in kinds:
-        raise CorruptModelError(f"{where}: tokenizer.ggml.pre {pre!r} is not served ({', '.join(kinds)})")
+    if pre not in _KINDS:
+        raise CorruptModelError(f"{where}: tokenizer.ggml.pre {pre!r} is not served ({', '.join(_KINDS)})")
     tokens, types = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.token_type")
     merges = value("tokenizer.ggml.merges")
     if not tokens or not merges or not types or len(types) != len(tokens):
         raise CorruptModelError(f"{where}: tokenizer.ggml.tokens, token_type and merges must all be there")
-    normalizer, pre_tokenizer, ignore_merges = kinds[pre]()
+    normalizer, pre_tokenizer, ignore_merges = _KINDS[pre]()
     bos = value("tokenizer.ggml.bos_token_id")
     add_bos = value("tokenizer.ggml.add_bos_token")
     if add_bos is None:
-        add_bos = pre == "llama-bpe"
+        add_bos = _KINDS[pre] is _llama3
     document = {
         "version": "1.0",
         "truncation": None,
@@ -52,7 +55,7 @@ def tokenizer_files(value: Callable[[str], Any], where: str) -> TokenizerFiles:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": ignore_merges,
-            "vocab": {token: i for i, token in enumerate(tokens)},
+            "vocab": {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED},
             "merges": [merge.split(" ", 1) for merge in merges],
         },
     }
@@ -84,6 +87,17 @@ def _llama3() -> Rules:
 def _qwen2() -> Rules:
     words = {"type": "Sequence", "pretokenizers": [_split(_QWEN2_WORDS), _byte_level(False)]}
     return {"type": "NFC"}, words, False
+
+
+_KINDS: dict[str, Callable[[], Rules]] = {
+    "smollm": _smollm,
+    "gpt-2": _gpt2,
+    "llama-bpe": _llama3,
+    "llama3": _llama3,
+    "llama-v3": _llama3,
+    "qwen2": _qwen2,
+    "deepseek-r1-qwen": _qwen2,
+}
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
 from relay.errors import CorruptModelError
-from relay.models.config import ModelConfig, RopeConfig
+from relay.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ModelConfig, RopeConfig
 from relay.models.rope import yarn_attention_factor
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_MAX_SIZE = 1 << 24  # no dimension of a real model is larger; guards every later allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,14 @@ class _Fields:
     def refuse(self, field: str, why: str) -> NoReturn:
         raise CorruptModelError(f"{self.where}: {field} {why}")
 
-    def integer(self, field: str, default: int | None = None) -> int:
+    def integer(self, field: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.raw.get(field)
         if value is None:
             value = default
         if value is None:
             self.refuse(field, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
-            self.refuse(field, f"must be a positive integer, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            self.refuse(field, f"must be an integer from 1 to {most}, not {value!r}")
         return value
 
     def number(self, field: str, default: float | None = None, *, least: float = 0.0) -> float:
@@ -95,8 +94,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     head_dim = fields.integer("head_dim", defaults.head_dim or hidden // heads)
     if head_dim % 2:
         fields.refuse("head_dim", f"must be even, not {head_dim}")
-    num_layers = fields.integer("num_hidden_layers")
-    max_positions = fields.integer("max_position_embeddings", defaults.max_positions)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    max_positions = fields.integer("max_position_embeddings", defaults.max_positions, MAX_POSITIONS)
     _refuse_unserved(fields, defaults, num_layers, max_positions)
     biased = defaults.bias == "by attention_bias" and fields.flag("attention_bias")
     return ModelConfig(

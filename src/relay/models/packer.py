@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from relay.errors import CorruptModelError
-from relay.kernels.packing import MatrixSource, from_f32, pack_matrix, widen
+from relay.kernels.packing import from_f32, pack_matrix, widen
 from relay.kernels.weights import Encoding, PackedMatrix
 from relay.models.checkpoint import Checkpoint
 from relay.models.layout import Item, MatrixItem, VectorItem, weight_items
@@ -92,9 +92,12 @@ class _Writer:
         self._finish(source)
 
     def _packed(self, source: Checkpoint, item: MatrixItem) -> PackedMatrix:
-        parts = [
-            _checked(source.matrix(part), part, rows, item.k) for part, rows in zip(item.parts, item.rows, strict=True)
-        ]
+        parts = []
+        for part, rows in zip(item.parts, item.rows, strict=True):
+            matrix = source.matrix(part)
+            if (matrix.n, matrix.k) != (rows, item.k):
+                raise _wrong_shape(source, part, [matrix.n, matrix.k], [rows, item.k])
+            parts.append(matrix)
         if self._storage == "float32":
             parts = [from_f32(widen(part)) for part in parts]
         return pack_matrix(parts)
@@ -139,10 +142,8 @@ def _elements(item: Item) -> int:
     return item.n * item.k if isinstance(item, MatrixItem) else item.size
 
 
-def _checked(matrix: MatrixSource, part: str, rows: int, k: int) -> MatrixSource:
-    if (matrix.n, matrix.k) != (rows, k):
-        raise CorruptModelError(f"weight {part} has shape [{matrix.n}, {matrix.k}], the config asks for [{rows}, {k}]")
-    return matrix
+def _wrong_shape(source: Checkpoint, part: str, found: list[int], wanted: list[int]) -> CorruptModelError:
+    return CorruptModelError(f"{source.where}: weight {part} has shape {found}, the config asks for {wanted}")
 
 
 def _joined(source: Checkpoint, item: VectorItem) -> np.ndarray:
@@ -150,6 +151,6 @@ def _joined(source: Checkpoint, item: VectorItem) -> np.ndarray:
     for part, size in zip(item.parts, item.sizes, strict=True):
         values = source.vector(part)
         if values.shape != (size,):
-            raise CorruptModelError(f"weight {part} has shape {list(values.shape)}, the config asks for [{size}]")
+            raise _wrong_shape(source, part, list(values.shape), [size])
         parts.append(values)
     return np.concatenate(parts)

@@ -52,6 +52,10 @@ class SafetensorsSource:
         self._check_complete()
 
     @property
+    def where(self) -> str:
+        return str(self._folder)
+
+    @property
     def config(self) -> ModelConfig:
         return self._config
 

@@ -69,6 +69,9 @@ class OutboundLink:
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
+
+    def start(self) -> None:
+        """Dial. Transfers may be opened before, so that they hear why it failed."""
         self._writer.start()
 
     @property
@@ -103,6 +106,7 @@ class OutboundLink:
             sending = self._sendings.get(transfer)
             if sending is not None:
                 sending.sender.hand_off(handoff)
+                self._settle(sending)
                 self._work.notify()
 
     def forget_unsent(self, transfer: int) -> None:

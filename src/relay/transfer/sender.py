@@ -112,7 +112,11 @@ class Sender:
         self._is_ready = [False] * self.layout.num_layers
 
     def hand_off(self, handoff: Handoff) -> None:
+        """P has drawn the first token, so everything was announced; if not, waiting for it would never end."""
         self._handoff = handoff
+        missing = [layer for layer, end in enumerate(self._written) if end < self.order.num_tokens]
+        if missing:
+            self.abort(f"handoff, but layer {missing[0]} was announced to {self._written[missing[0]]} only")
 
     def next_frame(self) -> Outgoing | None:
         """The next frame allowed now, counted as sent; None: nothing until another event."""

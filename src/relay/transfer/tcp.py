@@ -141,13 +141,16 @@ class TcpTransport:
         key = (order.target, order.target_incarnation)
         with self._lock:
             link = self._links.get(key)
-            if link is None or link.closed:
+            new = link is None or link.closed
+            if link is None or new:
                 link = self._links[key] = OutboundLink(
                     order, dial, self._identity, self._store, self._limits, self._checksum, self._report, self._clock
                 )
             self._link_of[order.transfer] = link
-        if not link.open(order):
-            self._report(SendFailed(order.transfer, f"KV connection to {order.target} failed", False))
+        if not link.open(order):  # it ended since it was looked up
+            self._report(SendFailed(order.transfer, f"KV connection to {order.target} was lost", False))
+        if new:
+            link.start()
 
     def layer_written(self, transfer: int, layer: int, first: int, count: int, block_table: np.ndarray) -> None:
         link = self._link_of.get(transfer)
@@ -182,8 +185,10 @@ class TcpTransport:
         self._table.tick(now_ns)
 
     def close(self) -> None:
-        """Close the listener and every connection; running transfers fail."""
+        """Close the listener and every connection; running transfers fail. Idempotent."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             links, channels = list(self._links.values()), list(self._accepted)
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(); close alone would not

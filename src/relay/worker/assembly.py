@@ -12,7 +12,6 @@ from relay.kernels.numerics import numerics_id
 from relay.kernels.perturbed import perturbed
 from relay.models.llama import build_program
 from relay.models.pack import Pack
-from relay.transfer.checksum import crc32c
 from relay.transfer.contract import Identity, Layout
 from relay.transfer.frame import Checksum
 from relay.worker.spec import WorkerSpec
@@ -65,6 +64,7 @@ def assemble(spec: WorkerSpec) -> Engine:
             block_size=spec.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            growth_tokens=spec.growth_tokens,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -83,8 +83,12 @@ def _backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
     """The backend ``spec`` names and the fastest CRC32C that comes with it."""
     if spec.backend == "reference":
         from relay.kernels.reference.backend import ReferenceBackend
+        from relay.transfer.checksum import crc32c as vectorised
 
-        return ReferenceBackend(), crc32c
+        return ReferenceBackend(), vectorised
     from relay.kernels.cpu.backend import CpuBackend
+    from relay.kernels.cpu.crc32c import crc32c as instruction
 
-    return CpuBackend(spec.threads or len(os.sched_getaffinity(0))), crc32c
+    threads = spec.threads or len(os.sched_getaffinity(0))
+    backend = CpuBackend(threads, max_tokens=spec.max_num_batched_tokens, max_sampled=spec.max_num_seqs)
+    return backend, instruction

@@ -34,10 +34,15 @@ class SinkRow:
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """Run ``plan`` after the steps started before; answer StepFinished. ``sinks`` holds the rows that are to be streamed."""
+    """Run ``plan`` after the steps started before; answer StepFinished.
+
+    ``sinks`` holds the rows that are to be streamed. ``failures`` is the number of failed steps the plan knows of: if more have
+    failed by the time it runs, it builds on what was never computed, its result is void and nothing of it may be streamed.
+    """
 
     plan: StepPlan
     sinks: dict[int, SinkRow]
+    failures: int
 
 
 @dataclass(frozen=True, slots=True)

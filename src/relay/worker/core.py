@@ -4,7 +4,7 @@ It owns what the worker holds and drives the scheduler; the shell owns sockets, 
 calls ``advance``, which plans steps ahead and reports load. Roles are the router's business: any worker takes any order.
 """
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,7 @@ from relay.worker.commands import (
     SinkRow,
     StartStep,
 )
+from relay.worker.entries import DigestKv, handoff_of, token_entry
 from relay.worker.events import (
     DrainRequested,
     Event,
@@ -61,6 +62,7 @@ from relay.worker.events import (
 )
 from relay.worker.held import Held, HeldEvent, HeldState
 from relay.worker.report import LoadReporter
+from relay.worker.table import HeldTable
 
 DRAIN_TIMER = "drain"
 REPORT_TIMER = "report"
@@ -84,19 +86,18 @@ class WorkerCore:
         self,
         config: WorkerConfig,
         scheduler: Scheduler,
-        digest_kv: Callable[[list[int], int], list[bytes]],
+        digest_kv: DigestKv,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._digest_kv = digest_kv
-        self._held: dict[SequenceKey, Held] = {}
-        self._attempts: dict[tuple[int, int], SequenceKey] = {}  # the one attempt held of a choice
-        self._by_transfer: dict[int, Held] = {}
-        self._by_slot: dict[int, Held] = {}  # P's sequences with rows in steps
+        self._held = HeldTable()
         self._steps_in_flight = 0
+        self._failures = 0  # steps that raised
         self._draining = False
         self._exited = False
-        self._reporter = LoadReporter(scheduler, config.report_interval_ns)
+        self._counters: Counter[str] = Counter()
+        self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
 
     @property
@@ -104,8 +105,9 @@ class WorkerCore:
         return self._draining
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def held(self) -> HeldTable:
+        """To look at, not to change."""
+        return self._held
 
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Take one event. The commands must be carried out before the next call."""
@@ -113,7 +115,8 @@ class WorkerCore:
             case StepFinished():
                 self._steps_in_flight -= 1
                 if event.result.error is not None:
-                    for held in self._by_slot.values():
+                    self._failures += 1
+                    for held in self._held.by_slot.values():
                         held.announced = 0  # what the step did not reach comes again; known ranges are ignored
                 self._report_updates(self._scheduler.update(event.result))
             case OrderReceived(gateway, order):
@@ -124,8 +127,8 @@ class WorkerCore:
                 self._receive_failed(transfer, reason)
             case SendAcknowledged(transfer):
                 self._send_ended(transfer)
-            case SendFailed(transfer, reason, _):
-                self._send_failed(transfer, reason)
+            case SendFailed(transfer, reason, handed_off):
+                self._send_failed(transfer, reason, handed_off)
             case TimerFired(name):
                 if name == DRAIN_TIMER:
                     self._hand_back_all()
@@ -150,7 +153,7 @@ class WorkerCore:
                 for index, row in enumerate(plan.rows)
                 if (sink := self._sink(row.slot, row.start, row.count))
             }
-            self._commands.append(StartStep(plan, sinks))
+            self._commands.append(StartStep(plan, sinks, self._failures))
         messages, timer_ns = self._reporter.due(now_ns)
         self._commands += [SendToGateway(None, message) for message in messages]
         if timer_ns is not None:
@@ -165,7 +168,7 @@ class WorkerCore:
     def _obey(self, gateway: int, order: Run | Reserve | Prefill | Cancel | Drain, now_ns: int) -> None:
         match order:
             case Cancel():
-                held = self._held_attempt(order.request, order.choice)
+                held = self._held.attempt(order.request, order.choice)
                 if held is not None and held.key.attempt <= order.attempt:
                     self._drop(held, "cancelled")
             case Drain():
@@ -173,7 +176,7 @@ class WorkerCore:
             case Run() | Reserve() | Prefill():
                 work = order.work
                 key = _key(work)
-                held = self._held_attempt(work.request, work.choice)
+                held = self._held.attempt(work.request, work.choice)
                 if held is not None:
                     if held.key.attempt >= key.attempt:
                         return  # fenced: an old attempt, or the same message again
@@ -191,7 +194,7 @@ class WorkerCore:
                 match order:
                     case Run():
                         self._scheduler.add(work)
-                        self._hold(Held(key, gateway, work, HeldState.RUNNING))
+                        self._held.add(Held(key, gateway, work, HeldState.RUNNING))
                     case Reserve():
                         self._reserve(gateway, order, key)
                     case Prefill():
@@ -204,24 +207,25 @@ class WorkerCore:
         if reservation is None:
             self._refuse(gateway, order.work, "full")
             return
-        self._hold(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer))
+        cached = reservation.cached_tokens
+        self._held.add(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
         receive = ReceiveOrder(
             transfer=order.transfer,
             attempt=key.attempt,
             source=order.source,
             source_incarnation=order.source_incarnation,
-            first_token=reservation.cached_tokens,
+            first_token=cached,
             num_tokens=len(order.work.token_ids),
             block_table=tuple(reservation.block_table),
         )
-        accept = Accept(*key, transfer=order.transfer, cached_tokens=reservation.cached_tokens)
+        accept = Accept(*key, transfer=order.transfer, cached_tokens=cached)
         self._commands += [OpenReceive(receive), SendToGateway(gateway, accept)]
 
     def _prefill(self, gateway: int, order: Prefill, key: SequenceKey) -> None:
         num_tokens = len(order.work.token_ids)
         self._scheduler.add(order.work, prefill_only=True)
         first = min(order.first_token, num_tokens)
-        self._hold(Held(key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
+        self._held.add(Held(key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
         send = SendOrder(
             transfer=order.transfer,
             attempt=key.attempt,
@@ -242,13 +246,13 @@ class WorkerCore:
 
     def _sink(self, slot: int, start: int, count: int) -> SinkRow | None:
         """What the row at ``slot`` means to a transfer; None for rows that stay here."""
-        held = self._by_slot.get(slot)
+        held = self._held.by_slot.get(slot)
         if held is None:
-            held = self._held.get(self._scheduler.key_of_slot(slot))
+            held = self._held.by_key.get(self._scheduler.key_of_slot(slot))
             if held is None or held.state is not HeldState.PREFILLING:
                 return None
             held.slot = slot
-            self._by_slot[slot] = held
+            self._held.by_slot[slot] = held
         end = start + count
         if held.transfer is None or end <= held.announced:
             return None
@@ -261,7 +265,7 @@ class WorkerCore:
     def _revoke_preempted(self, released: list[int]) -> None:
         """A prompt that lost its slot before its first token lost its blocks too: it will be computed and announced anew."""
         for slot in released:
-            held = self._by_slot.pop(slot, None)
+            held = self._held.by_slot.pop(slot, None)
             if held is not None and held.state is HeldState.PREFILLING and held.transfer is not None:
                 held.slot = None
                 held.announced = 0
@@ -272,40 +276,21 @@ class WorkerCore:
         entries: dict[int, list[TokenEntry]] = {}
         handoffs: list[tuple[Held, SequenceUpdate]] = []
         for update in updates:
-            held = self._held.get(update.key)
+            held = self._held.by_key.get(update.key)
             if held is None:
                 continue
             if update.failed is not None:
                 self._fail(held, update.failed, retry=False)
                 continue
-            entries.setdefault(held.gateway, []).append(self._entry(held, update))
+            entries.setdefault(held.gateway, []).append(token_entry(held.work, update, self._digest_kv))
             if held.state is HeldState.PREFILLING:
                 handoffs.append((held, update))
             elif update.finish is not None:
-                self._forget(held)
+                self._held.remove(held)
         for gateway, batch in entries.items():
             self._commands.append(SendToGateway(gateway, Tokens(batch)))
         for held, update in handoffs:
             self._hand_off(held, update)
-
-    def _entry(self, held: Held, update: SequenceUpdate) -> TokenEntry:
-        tokens = update.tokens
-        logprobs = None
-        if held.work.params.logprobs is not None:
-            logprobs = [(token.logprob or 0.0, token.top) for token in tokens]
-        kv_digests = None
-        if update.finish is not None and update.block_table is not None:
-            kv_digests = self._digest_kv(update.block_table, update.num_computed)
-        return TokenEntry(
-            *update.key,
-            position=update.position,
-            token_ids=[token.token_id for token in tokens],
-            finish=update.finish,
-            logprobs=logprobs,
-            cached_tokens=update.cached_tokens,
-            logit_digests=update.logit_digests,
-            kv_digests=kv_digests,
-        )
 
     def _hand_off(self, held: Held, update: SequenceUpdate) -> None:
         """P drew the first token: pass it to D, or free D if it was also the last."""
@@ -313,30 +298,22 @@ class WorkerCore:
             self._drop(held, FINISHED)
             return
         held.move(HeldEvent.FIRST_TOKEN_DRAWN)
-        token = update.tokens[0]
-        digests = update.logit_digests
-        handoff = Handoff(
-            token_id=token.token_id,
-            logprob=token.logprob,
-            top=token.top,
-            cached_tokens=update.cached_tokens,
-            logit_digest=digests[0] if digests else None,
-        )
         if held.transfer is None:  # the transfer failed before; nobody waits for these blocks
             self._drop(held, "no transfer")
         else:
-            self._commands.append(SendHandoff(held.transfer, handoff))
+            self._commands.append(SendHandoff(held.transfer, handoff_of(update)))
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
     def _activate(self, transfer: int, handoff: Handoff) -> None:
         """D has everything. The first token is reported again, so that it survives P and comes before D's next one."""
-        held = self._by_transfer.get(transfer)
+        held = self._held.by_transfer.get(transfer)
         if held is None or held.state is not HeldState.RESERVED:
             return
         held.move(HeldEvent.TRANSFER_COMPLETED)
-        self._by_transfer.pop(transfer)
-        held.transfer = None
+        self._counters["kv_transfers_received"] += 1
+        self._counters["kv_tokens_received"] += len(held.work.token_ids) - held.announced
+        self._held.end_transfer(held)
         token = SampledToken(handoff.token_id, handoff.logprob, handoff.top)
         updates = self._scheduler.activate(held.key, token)
         first = SequenceUpdate(
@@ -353,7 +330,7 @@ class WorkerCore:
         self._report_updates([first])
 
     def _receive_failed(self, transfer: int, reason: str) -> None:
-        held = self._by_transfer.get(transfer)
+        held = self._held.by_transfer.get(transfer)
         if held is None:
             return
         if reason == FINISHED:
@@ -362,20 +339,20 @@ class WorkerCore:
             self._fail(held, reason, retry=True)
 
     def _send_ended(self, transfer: int) -> None:
-        held = self._by_transfer.get(transfer)
+        held = self._held.by_transfer.get(transfer)
         if held is not None:
             self._scheduler.release(held.key)
-            self._forget(held)
+            self._held.remove(held)
 
-    def _send_failed(self, transfer: int, reason: str) -> None:
-        """Before the handoff the attempt has failed; after it D's word counts and P only frees."""
-        held = self._by_transfer.get(transfer)
+    def _send_failed(self, transfer: int, reason: str, handed_off: bool) -> None:
+        """Before the handoff left, the attempt has failed; after it D's word counts and P only frees."""
+        held = self._held.by_transfer.get(transfer)
         if held is None:
             return
-        if held.state is HeldState.PREFILLING:
-            self._fail(held, reason, retry=True)
-        else:
+        if handed_off:
             self._drop(held, reason)
+        else:
+            self._fail(held, reason, retry=True)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -388,25 +365,7 @@ class WorkerCore:
         if held.transfer is not None:
             self._commands.append(AbortTransfer(held.transfer, reason))
         self._scheduler.cancel(held.key)
-        self._forget(held)
-
-    def _hold(self, held: Held) -> None:
-        self._held[held.key] = held
-        self._attempts[held.key.request, held.key.choice] = held.key
-        if held.transfer is not None:
-            self._by_transfer[held.transfer] = held
-
-    def _forget(self, held: Held) -> None:
-        del self._held[held.key]
-        del self._attempts[held.key.request, held.key.choice]
-        if held.transfer is not None:
-            self._by_transfer.pop(held.transfer, None)
-        if held.slot is not None and self._by_slot.get(held.slot) is held:
-            del self._by_slot[held.slot]
-
-    def _held_attempt(self, request: int, choice: int) -> Held | None:
-        key = self._attempts.get((request, choice))
-        return None if key is None else self._held[key]
+        self._held.remove(held)
 
     def _drain(self, now_ns: int) -> None:
         if not self._draining:
@@ -415,7 +374,7 @@ class WorkerCore:
 
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
-        for held in list(self._held.values()):
+        for held in list(self._held.by_key.values()):
             self._fail(held, "draining", retry=True)
 
     def _exit(self, status: int, reason: str) -> None:

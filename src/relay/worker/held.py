@@ -36,7 +36,7 @@ class Held:
     state: HeldState
     transfer: int | None = None
     slot: int | None = None  # P: the slot of its rows
-    announced: int = 0  # P: positions before are announced to the transfer, or need not be sent
+    announced: int = 0  # P: positions before are announced to the transfer; P and D: or need not be sent
 
     def move(self, event: HeldEvent) -> None:
         """Raises KeyError for a transition that is not in the table: a bug here, not bad input."""

@@ -1,5 +1,7 @@
 """Load and prefix-cache reports to the gateways, bounded in rate and size."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from relay.engine.scheduler import Scheduler
@@ -9,10 +11,11 @@ MAX_HASHES = 8192  # a message
 
 
 class LoadReporter:
-    """Says what changed since the last report, at most once an interval."""
+    """Says what changed since the last report, at most once an interval. ``counters``: the worker's own, beside the scheduler's."""
 
-    def __init__(self, scheduler: Scheduler, interval_ns: int) -> None:
+    def __init__(self, scheduler: Scheduler, counters: Mapping[str, float], interval_ns: int) -> None:
         self._scheduler = scheduler
+        self._counters = counters
         self._interval_ns = interval_ns
         self._next_ns = 0
         self._timer_set = False
@@ -31,8 +34,9 @@ class LoadReporter:
             return [], self._next_ns
         messages: list[Message] = self._cache_changes()
         load = self._scheduler.load()
+        load = msgspec.structs.replace(load, counters={**load.counters, **self._counters})
         if load != self._last:
-            self._last = msgspec.structs.replace(load)
+            self._last = load
             messages.append(load)
         if messages:
             self._next_ns = now_ns + self._interval_ns

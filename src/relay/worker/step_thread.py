@@ -39,6 +39,7 @@ class StepThread:
         self._page = page
         self._post = post
         self._clock = clock
+        self._failures = 0  # steps that raised
         self._steps: queue.SimpleQueue[StartStep] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
@@ -48,13 +49,20 @@ class StepThread:
     def submit(self, step: StartStep) -> None:
         self._steps.put(step)
 
+    def execute(self, step: StartStep) -> StepResult:
+        """Run one step now. What builds on a failed step is not streamed: it was computed from what is not there."""
+        streamed = step.sinks and step.failures == self._failures
+        sink = TransferSink(self._transport, self._num_layers, step.sinks) if streamed else None
+        result = self._runner.execute(step.plan, sink)
+        self._failures += result.error is not None
+        return result
+
     def _run(self) -> None:
         page, clock = self._page, self._clock
         while True:
             step = self._steps.get()
             page.set_phase("stepping", clock.now_ns())
-            sink = TransferSink(self._transport, self._num_layers, step.sinks) if step.sinks else None
-            result = self._runner.execute(step.plan, sink)
+            result = self.execute(step)
             page.finish_step()
             if self._steps.empty():
                 page.set_phase("ready", clock.now_ns())

@@ -140,7 +140,11 @@ INLINE void rows_of_tile(const int R, const state_t *s, int row, const keys_t *k
 {
     float scale[MOST_ROWS];
     const int V = TILE_VECTORS(R);
-    UNROLL for (int u = 0; u < 4; u += V) score_tile(R, V, s->q + row * D, keys->k + u, s->p + u * UNIT, D);
+    if (V == 4 && count <= 2 * UNIT) /* the diagonal: two units hold every key these rows see, the other scores are masked */
+        score_tile(R, 2, s->q + row * D, keys->k, s->p, D);
+    else
+        UNROLL for (int u = 0; u < 4; u += V)
+            if (u * UNIT < count) score_tile(R, V, s->q + row * D, keys->k + u, s->p + u * UNIT, D);
     soften(R, s->p, s->m + row, s->l + row, s->visible + row, tile_start, c, scale);
     int d = 0;
     for (; d + 16 * V <= D; d += 16 * V) {

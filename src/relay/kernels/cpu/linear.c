@@ -9,7 +9,7 @@
 #define FUSED_ROWS 4   /* up to here weights are widened again for every row tile */
 #define CACHED_ROWS 32 /* up to here k is widened in spans of CACHED_K */
 #define CACHED_K 64    /* a multiple of GROUP; 16 KiB for a panel */
-#define ROW_BLOCK 96   /* rows of one work item */
+#define BLOCK_FLOATS 150000 /* inputs of one work item: they stay in the second-level cache while a panel's columns pass */
 #define PARALLEL_WORK 60000 /* multiply-adds below which waking threads costs more than it saves */
 
 typedef struct {
@@ -62,6 +62,8 @@ typedef struct {
     int64_t w_stride, first_k, last_k;
     float *partial; /* [R][V][16] */
     int starts, ends;
+    const char *ahead; /* packed weights of the next span, fetched while this one is worked on: `ahead_step` bytes for each k */
+    int64_t ahead_step;
 } span_t;
 
 INLINE void wide_tile(const int R, const int V, const tile_t *tile, const span_t *span)
@@ -71,8 +73,11 @@ INLINE void wide_tile(const int R, const int V, const tile_t *tile, const span_t
     const int64_t stride = tile->x_stride, w_stride = span->w_stride;
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = span->starts ? v_zero() : v_load(span->partial + 16 * (r * V + v));
-    for (int64_t k = span->first_k; k < span->last_k; k++, w += w_stride) {
+    const char *ahead = span->ahead;
+    for (int64_t k = span->first_k; k < span->last_k; k++, w += w_stride, ahead += span->ahead_step) {
         v16 wk[4];
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + 64);
         UNROLL for (int v = 0; v < V; v++) wk[v] = v_load(w + 16 * v);
         UNROLL for (int r = 0; r < R; r++) {
             v16 xr = v_set1(x[r * stride + k]);
@@ -191,6 +196,8 @@ static void panel_columns(const job_t *job, int64_t panel, int first_vector, int
                     fused_by_encoding[op->encoding](count, step, &tile, weights, column, op->k);
                     continue;
                 }
+                span.ahead_step = t == 0 && span_k < op->k ? panel_bytes(op->encoding, GROUP) / GROUP : 0;
+                span.ahead = t == 0 ? (const char *)weights + panel_bytes(op->encoding, span.last_k) : (const char *)tile.x;
                 wide_rows(count, step, &tile, &span);
                 span.partial += count * step * 16;
             }
@@ -232,7 +239,8 @@ void linear(const model_t *model, const op_t *op, int rows)
     if (threads > 1 && rest > 2 * threads) job.piece = rest % (2 * threads) == 0 ? 2 : 1;
     if (threads == 1) job.piece = 4;
     job.rest_items = (int)((rest + job.piece - 1) / job.piece);
-    job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int64_t most_rows = BLOCK_FLOATS / op->k < 48 ? 48 : BLOCK_FLOATS / op->k;
+    job.row_blocks = (int)((rows + most_rows - 1) / most_rows);
     job.row_block = (rows + job.row_blocks - 1) / job.row_blocks;
     job.row_block = (job.row_block + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     job.row_blocks = (rows + job.row_block - 1) / job.row_block;

@@ -12,8 +12,9 @@ static void fma_item(void *argument, long item, int thread)
 {
     (void)item;
     job_t *job = argument;
+    static const float lanes[32] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28};
     v16 acc[12], x = v_set1(0.999f), y = v_set1(0.001f);
-    UNROLL for (int i = 0; i < 12; i++) acc[i] = v_set1((float)i);
+    UNROLL for (int i = 0; i < 12; i++) acc[i] = v_load(lanes + i); /* all lanes differ, or a compiler computes one for two */
     for (int n = 0; n < 20000; n++) UNROLL for (int i = 0; i < 12; i++) acc[i] = v_fma(acc[i], x, y);
     UNROLL for (int i = 1; i < 12; i++) acc[0] = v_add(acc[0], acc[i]);
     v_store(job->sink[thread % 64], acc[0]);

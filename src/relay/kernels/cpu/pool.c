@@ -1,8 +1,10 @@
 /* Threads without collapse: helpers join a job only while it is open, and the caller waits only for those that joined.
  *
  * `state` is generation << 32 | OPEN | joined. A helper that is asleep or descheduled when a job opens simply misses it, so two
- * workers with two threads each on two cores lose no time to a helper that waits for a core. Waiting spins a few
- * microseconds, then yields, then sleeps on a futex; an idle pool costs nothing. */
+ * workers with two threads each on two cores lose no time to a helper that waits for a core. A helper that loses its core in the
+ * middle of an item does hold the caller up; after such a stall the caller works alone for a while (twice as long each time), so
+ * that workers that compete for the cores end up with one thread each. Waiting spins for microseconds, then
+ * sleeps on a futex; an idle pool costs nothing. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -17,8 +19,11 @@
 #include <unistd.h>
 
 #define OPEN 0x80000000u
-#define SPIN_NS 4000
-#define YIELD_NS 60000
+#define SPIN_NS 10000        /* a helper between jobs: then it gives its core away, */
+#define YIELD_NS 60000       /* then it sleeps */
+#define CALLER_SPIN_NS 20000 /* the caller waiting for helpers never yields: it would lose its core for a whole time slice */
+#define STALL_NS 100000 /* waiting this long, and longer than the caller's own work took, is a stall */
+#define MOST_ALONE 128  /* jobs */
 #define MAX_THREADS 256
 
 struct helper {
@@ -33,6 +38,7 @@ struct pool {
     job_fn fn;
     void *argument;
     long items;
+    int alone, alone_next; /* jobs the caller still does by itself; how many after the next stall */
     _Alignas(64) _Atomic uint64_t state;
     _Alignas(64) _Atomic long next;
     _Alignas(64) _Atomic uint32_t opened; /* counts jobs; helpers sleep on it */
@@ -76,16 +82,9 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* One round of waiting since `start`: pause or yield. False when it is time to sleep. */
-static int linger(int64_t start)
+static void pause_a_little(void)
 {
-    int64_t waited = now_ns() - start;
-    if (waited > YIELD_NS) return 0;
-    if (waited > SPIN_NS)
-        sched_yield();
-    else
-        for (int i = 0; i < 16; i++) relax();
-    return 1;
+    for (int i = 0; i < 16; i++) relax();
 }
 
 static void work(pool_t *pool, int thread)
@@ -117,13 +116,19 @@ static void *helper_main(void *argument)
     fp_enter();
     for (;;) {
         int64_t start = now_ns();
-        while (atomic_load(&pool->opened) == seen && !atomic_load(&pool->stopping))
-            if (!linger(start)) {
+        while (atomic_load(&pool->opened) == seen && !atomic_load(&pool->stopping)) {
+            const int64_t waited = now_ns() - start;
+            if (waited < SPIN_NS) {
+                pause_a_little();
+            } else if (waited < YIELD_NS) {
+                sched_yield();
+            } else {
                 atomic_fetch_add(&pool->sleepers, 1);
                 if (atomic_load(&pool->opened) == seen && !atomic_load(&pool->stopping)) futex_wait(&pool->opened, seen);
                 atomic_fetch_sub(&pool->sleepers, 1);
                 start = now_ns();
             }
+        }
         if (atomic_load(&pool->stopping)) return NULL;
         seen = atomic_load(&pool->opened);
         try_join(pool, helper->index);
@@ -137,6 +142,7 @@ pool_t *pool_create(int threads)
     if (!pool) return NULL;
     __builtin_memset(pool, 0, sizeof *pool);
     pool->threads = 1;
+    pool->alone_next = 4;
     for (int i = 1; i < threads; i++) {
         pool->helpers[i] = (struct helper){pool, i};
         if (pthread_create(&pool->ids[i], NULL, helper_main, &pool->helpers[i])) {
@@ -161,7 +167,8 @@ int pool_threads(const pool_t *pool) { return pool->threads; }
 
 void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
 {
-    if (pool->threads == 1 || items <= 1) {
+    if (pool->threads == 1 || items <= 1 || pool->alone > 0) {
+        if (pool->alone > 0) pool->alone--;
         for (long item = 0; item < items; item++) fn(argument, item, 0);
         return;
     }
@@ -174,15 +181,25 @@ void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
     atomic_store(&pool->state, generation << 32 | OPEN);
     atomic_fetch_add(&pool->opened, 1);
     if (atomic_load(&pool->sleepers)) futex_wake(&pool->opened);
+    const int64_t begun = now_ns();
     work(pool, 0);
     uint64_t state = atomic_fetch_and(&pool->state, ~(uint64_t)OPEN);
     if ((uint32_t)(state & ~OPEN) == 0) return;
-    int64_t start = now_ns();
+    const int64_t start = now_ns();
     while ((uint32_t)atomic_load(&pool->state) != 0)
-        if (!linger(start)) {
+        if (now_ns() - start < CALLER_SPIN_NS) {
+            pause_a_little();
+        } else {
             uint32_t seen = atomic_load(&pool->finished);
             atomic_store(&pool->caller_sleeps, 1);
             if ((uint32_t)atomic_load(&pool->state) != 0) futex_wait(&pool->finished, seen);
             atomic_store(&pool->caller_sleeps, 0);
         }
+    const int64_t waited = now_ns() - start;
+    if (waited > STALL_NS && waited > start - begun) {
+        pool->alone = pool->alone_next;
+        if (pool->alone_next < MOST_ALONE) pool->alone_next *= 2;
+    } else if (pool->alone_next > 4) {
+        pool->alone_next--;
+    }
 }

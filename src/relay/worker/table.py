@@ -1,0 +1,49 @@
+"""All that a worker holds, found by key, choice, transfer or slot."""
+
+from relay.ids import SequenceKey
+from relay.worker.held import Held
+
+
+class HeldTable:
+    """At most one attempt of a choice is held at a time. Keys are those of one gateway: two gateways' would collide."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[SequenceKey, Held] = {}
+        self.by_transfer: dict[int, Held] = {}
+        self.by_slot: dict[int, Held] = {}  # P's sequences with rows in steps
+        self._attempts: dict[tuple[int, int], SequenceKey] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def add(self, held: Held) -> None:
+        key = held.key
+        self.by_key[key] = held
+        self._attempts[key.request, key.choice] = key
+        if held.transfer is not None:
+            self.by_transfer[held.transfer] = held
+
+    def remove(self, held: Held) -> None:
+        key = held.key
+        del self.by_key[key]
+        del self._attempts[key.request, key.choice]
+        self.end_transfer(held)
+        if held.slot is not None and self.by_slot.get(held.slot) is held:
+            del self.by_slot[held.slot]
+
+    def end_transfer(self, held: Held) -> None:
+        """The transfer is over; the sequence stays."""
+        if held.transfer is not None:
+            self.by_transfer.pop(held.transfer, None)
+            held.transfer = None
+
+    def attempt(self, request: int, choice: int) -> Held | None:
+        """The attempt held of a choice."""
+        key = self._attempts.get((request, choice))
+        return None if key is None else self.by_key[key]
+
+    def check(self) -> None:
+        """Assert that the indexes agree."""
+        assert len(self._attempts) == len(self.by_key)
+        for held in [*self.by_transfer.values(), *self.by_slot.values()]:
+            assert self.by_key.get(held.key) is held, f"{held.key} is indexed and not held"
