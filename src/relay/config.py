@@ -112,6 +112,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from relay.config import BACKENDS, KV_DTYPES, BackendName, WorkerConfig
+from relay.errors import StartupError
 from relay.verify.compare import PathReport, compare
 from relay.verify.paths import PATHS, QUICK, Setting, alone
 
@@ -58,7 +59,7 @@ def verify(
     requests = verify_requests(
         lambda text: loaded.tokenizer.encode(text, add_special=False),
         loaded.config.eos_token_ids,
-        loaded.config.vocab,
+        loaded.max_model_len,
         quick=quick or inject is not None,
     )
     names = list(only) or ([INJECTED_PATH] if inject else list(QUICK) if quick else list(PATHS))
@@ -76,6 +77,9 @@ def verify(
 async def _run(setting: Setting, names: list[str], inject: str | None, *, quiet: bool) -> dict[str, PathReport]:
     """Baseline, then every path of ``names``; a row is printed as soon as its path is done."""
     expected, _ = await alone(setting)
+    failures = [f"{name}: {output.failure}" for name, output in expected.items() if output.failure]
+    if failures:
+        raise StartupError(f"the baseline itself failed: {failures[0]}")
     if not quiet:
         click.echo(f"{'path':20} {'identical':>12} {'logits rows':>12} {'KV blocks':>10}  evidence")
     reports = {}

@@ -12,6 +12,7 @@ from relay.errors import UsageError
 from relay.kernels.backend import Backend, Batch
 from relay.kernels.program import Program, RopeWriteKv
 from relay.kernels.weights import PackedMatrix, WeightSource
+from relay.protocol.block_hash import UNIT_TOKENS
 
 Perturbation = Literal["kv-bit", "rounding"]
 
@@ -55,23 +56,27 @@ class PerturbedBackend:
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
         split = self._layer_zero_written_at
-        if self._pending and start < split <= stop:
-            self._inner.run(start, split, batch)
-            self._flip(batch)
-            if split < stop:
-                self._inner.run(split, stop, batch)
-        else:
+        row = self._row_with_a_full_block(batch) if self._pending and start < split <= stop else None
+        if row is None:
             self._inner.run(start, stop, batch)
+            return
+        self._inner.run(start, split, batch)
+        self._flip(batch.block_tables[row])
+        if split < stop:
+            self._inner.run(split, stop, batch)
 
-    def _flip(self, batch: Batch) -> None:
-        """Flip the lowest bit of the first K value of the first token of the batch, in layer 0."""
+    def _row_with_a_full_block(self, batch: Batch) -> int | None:
+        """A row of ``batch`` whose sequence has a full unit of tokens before it: what digests of KV blocks cover."""
+        firsts = batch.positions[batch.row_starts[:-1]]
+        return next((row for row, first in enumerate(firsts.tolist()) if first >= UNIT_TOKENS), None)
+
+    def _flip(self, block_table: np.ndarray) -> None:
+        """Flip the lowest bit of the first K value of the sequence's first token, in layer 0."""
         self._pending = False
         data = bytearray(self._inner.kv_bytes_per_token_layer())
-        first = int(batch.positions[batch.row_starts[0]])
-        table = batch.block_tables[0]
-        self._inner.read_kv(0, table, first, 1, memoryview(data))
+        self._inner.read_kv(0, block_table, 0, 1, memoryview(data))
         data[0] ^= 1
-        self._inner.write_kv(0, table, first, 1, memoryview(data))
+        self._inner.write_kv(0, block_table, 0, 1, memoryview(data))
 
 
 def perturbed(inner: Backend, kind: str) -> Backend:

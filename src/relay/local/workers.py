@@ -75,6 +75,7 @@ class LocalWorkers:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            growth_tokens=config.growth_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
             perturb=self._perturb.get(worker.worker, ""),

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from relay.config import ControlConfig, WorkerConfig
-from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission
+from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
 from relay.errors import StartupError
@@ -22,10 +22,6 @@ from relay.verify.requests import VerifyRequest
 
 STOP_GRACE_S = 2.0
 RUN_DEADLINE_S = 300.0
-
-
-class RequestLost(Exception):
-    """A request of the set failed instead of finishing."""
 
 
 class _Collector:
@@ -108,7 +104,7 @@ class VerifyCluster:
     async def run(
         self, requests: Iterable[VerifyRequest], *, salt: Callable[[VerifyRequest], str], together: bool
     ) -> dict[str, SequenceOutput]:
-        """Run ``requests`` (all at once, or one after the other); outputs by "request/choice". Raises RequestLost."""
+        """Run ``requests`` (all at once, or one after the other); outputs by "request/choice", failures included."""
         outputs: dict[str, SequenceOutput] = {}
         waiting: list[tuple[VerifyRequest, _Collector]] = []
         for request in requests:
@@ -116,7 +112,10 @@ class VerifyCluster:
             submission = Submission(
                 request.token_ids, request.params, n=request.n, cache_salt=salt(request), capture=True
             )
-            self._shell.submit(submission, collector)
+            try:
+                self._shell.submit(submission, collector)
+            except SubmissionRefused as refusal:
+                collector.failed(refusal.failure)
             waiting.append((request, collector))
             if not together:
                 await self._finish(request, collector)
@@ -153,14 +152,17 @@ class VerifyCluster:
         return self.counter(name)
 
     async def _finish(self, request: VerifyRequest, collector: _Collector) -> None:
+        problem = ""
         try:
             await asyncio.wait_for(collector.done.wait(), RUN_DEADLINE_S)
         except TimeoutError:
-            raise RequestLost(
-                f"{request.name}: no end after {RUN_DEADLINE_S:.0f} s; last: {list(self._log)[-3:]}"
-            ) from None
+            problem = f"no end after {RUN_DEADLINE_S:.0f} s"
         if collector.failure is not None:
-            raise RequestLost(f"{request.name}: {collector.failure.message}; last: {list(self._log)[-3:]}")
+            problem = collector.failure.message
+        if problem:
+            last = f"; the workers' last words: {' | '.join(list(self._log)[-3:])}" if self._log else ""
+            for output in collector.outputs:
+                output.failure = problem + last
 
     def _count(self, tokens: int) -> None:
         self.tokens_seen += tokens

@@ -14,6 +14,7 @@ class SequenceOutput:
     kv_digests: list[bytes] = field(default_factory=list)
     finish: str | None = None
     cached_tokens: int = 0
+    failure: str = ""  # why it has no end
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class PathReport:
 
 def difference(name: str, expected: SequenceOutput, actual: SequenceOutput) -> str | None:
     """One line on the first thing in which ``actual`` differs, or None."""
+    if actual.failure:
+        return f"{name}: failed: {actual.failure}"
     for position, (a, b) in enumerate(zip(expected.token_ids, actual.token_ids, strict=False)):
         if a != b:
             return f"{name}: token {position} is {b} instead of {a}"

@@ -98,7 +98,7 @@ async def preempted(setting: Setting) -> Outputs:
     geometry = setting.model.program.geometry
     value_bytes = 2 if setting.worker.kv_cache_dtype == "bfloat16" else 4
     memory = (longest + 96) * geometry.num_layers * 2 * geometry.kv_width * value_bytes
-    async with setting.cluster(COLOCATED, kv_cache_memory_bytes=memory) as cluster:
+    async with setting.cluster(COLOCATED, kv_cache_memory_bytes=memory, growth_tokens=0) as cluster:
         outputs = await cluster.run(setting.requests, salt=own_salt, together=True)
         preemptions = await cluster.until_counter("relay_worker_preemptions_total", 1)
     return outputs, f"{preemptions} preemptions" if preemptions else ""

@@ -1,7 +1,7 @@
 """The requests of ``relay verify``: greedy and sampled, short and long, shared prefixes, every sampling parameter."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relay.protocol.sampling import SamplingParams
 
@@ -38,9 +38,12 @@ class VerifyRequest:
 
 
 def verify_requests(
-    encode: Callable[[str], list[int]], eos: tuple[int, ...], vocab: int, *, quick: bool
+    encode: Callable[[str], list[int]], eos: tuple[int, ...], max_model_len: int, *, quick: bool
 ) -> list[VerifyRequest]:
-    """The set for a model: token ids by ``encode``. ``quick`` keeps the prompts short and the answers shorter."""
+    """The set for a model: token ids by ``encode``, prompts cut to leave room for their answers in ``max_model_len``.
+
+    ``quick`` keeps the prompts short and the answers shorter.
+    """
     output = 12 if quick else 32
     repeats = 1 if quick else 4
 
@@ -50,7 +53,7 @@ def verify_requests(
 
     story, manual = STORY * repeats, MANUAL * repeats
     short = encode("The capital of France is")
-    some_id = encode(" the")[0] % vocab
+    some_id = encode(" the")[0]
     sampled = [
         ("sampled", params(temperature=0.9, seed=11)),
         ("top-k top-p", params(temperature=1.1, top_k=50, top_p=0.9, seed=12)),
@@ -77,4 +80,4 @@ def verify_requests(
         )
         for i, question in enumerate(QUESTIONS)
     ]
-    return requests
+    return [replace(r, token_ids=r.token_ids[: max_model_len - r.params.max_tokens]) for r in requests]

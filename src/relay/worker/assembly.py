@@ -64,6 +64,7 @@ def assemble(spec: WorkerSpec) -> Engine:
             block_size=spec.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            growth_tokens=spec.growth_tokens,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -1,0 +1,5 @@
+"""Verification runs the cpu backend: its kernels must be those of these sources."""
+
+from tests.kernels.conftest import _kernels_are_built
+
+__all__ = ["_kernels_are_built"]
