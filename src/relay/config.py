@@ -65,6 +65,7 @@ class RetryConfig:
     """Bounds on placing one choice again. Counters restart whenever the choice commits a token."""
 
     max_failures: int = 8
+    max_losses: int = 100  # workers killed under it, which is nobody's fault
     max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025

@@ -62,6 +62,7 @@ class Membership:
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
             worker.heard_ns = now_ns
+            self._state.no_worker_since_ns = None  # here and not at the next tick: it may be dead again by then
             self._check_complete()
             self._dispatcher.pump(now_ns)
 
@@ -152,8 +153,11 @@ class Membership:
             return
         self._schedule_restart(worker, now_ns)
 
-    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool) -> None:
-        """Fence this incarnation and reopen everything placed on it. ``fence`` False: its agent may still report for a moment."""
+    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False) -> None:
+        """Fence this incarnation and reopen everything placed on it.
+
+        ``fence`` False: its agent may still report for a moment. ``hung``: its own work may be why, so it counts against that.
+        """
         if (
             worker.state is WorkerState.STARTING
             or now_ns - worker.changed_ns < self._state.config.restart.stable_after_s * SECOND
@@ -170,7 +174,7 @@ class Membership:
         worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
         for choice in list(worker.live):
             if choice in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})")
+                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -256,6 +260,6 @@ class Membership:
         worker.frozen_since_ns = 0
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
-            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True)
+            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True, hung=True)
         elif beat.phase == "draining" and worker.state in LIVE:
             self.drain(worker, now_ns)
