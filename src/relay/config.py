@@ -49,7 +49,10 @@ class DetectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RestartConfig:
-    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker."""
+    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
+
+    A worker that was ready and then killed comes back at once however often that happens.
+    """
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0

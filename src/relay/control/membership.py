@@ -26,6 +26,7 @@ from relay.control.workers import Worker
 from relay.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, Drain, EngineExited, Heartbeat, Hello
 
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
+KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
 
@@ -146,6 +147,8 @@ class Membership:
         restart = self._state.config.restart
         end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
         status, signal = (end.status, end.signal) if end else (None, None)
+        if worker.served and signal in KILL_SIGNALS:
+            worker.failures = min(worker.failures, 1)  # however often it is killed: that is no crash loop
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
             worker.gave_up = True
             worker.move(WorkerTrigger.STOP, now_ns)
@@ -165,6 +168,7 @@ class Membership:
             worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
         else:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
+        worker.served = worker.state in LIVE and not hung
         self._state.counters["workers_lost"] += 1
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.last_cause = cause
