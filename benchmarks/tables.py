@@ -220,9 +220,8 @@ def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
         if not sections:
             continue
         facts = result.get("environment", {})
-        parts.append(
-            f"`{path.relative_to(ROOT)}` · " + " · ".join(f"{key} {value}" for key, value in facts.items()) + "\n"
-        )
+        known = " · ".join(f"{key} {value}" for key, value in facts.items())
+        parts.append(f"<sub>`{path.relative_to(ROOT)}` · {known}</sub>\n")
         for name, rows in sections.items():
             columns = list(dict.fromkeys(column for row in rows.values() for column in row))
             cells = [[key, *(number(row.get(column)) for column in columns)] for key, row in rows.items()]
