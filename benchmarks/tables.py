@@ -187,7 +187,14 @@ def gateway_table(results: Results) -> str:
         ("gateway", "whole process: sockets to engine and clients, text, core", "cpu_us_per_token"),
     ):
         rows.append([text, number(results[name][key]) if name in results else missing(name)])
-    return table(["256 streams", "µs of CPU a token"], rows)
+    text = table(["256 streams", "µs of CPU a token"], rows)
+    if "gateway" in results:
+        asked, came = results["gateway"]["asked_tokens_per_s"], results["gateway"]["tokens_per_s"]
+        text += (
+            f"\n\nOf {asked:,.0f} tokens a second asked for, {came:,} arrived in that run: gateway, fake engine and client "
+            "share the machine with each other and with whatever else ran."
+        )
+    return text
 
 
 def scheduler_table(scheduler: dict[str, Any]) -> str:
