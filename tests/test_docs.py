@@ -71,3 +71,7 @@ def test_operations_names_every_counter() -> None:
     assert "resumed" in counters
     for name in counters:
         assert f"`relay_{name}_total`" in OPERATIONS, name
+
+
+def test_the_readme_stays_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") < 200
