@@ -222,7 +222,9 @@ def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
         sections = {
             name: value
             for name, value in result.items()
-            if name.startswith(("decode/", "prefill/")) and all(isinstance(row, dict) for row in value.values())
+            if name.startswith(("decode/", "prefill/", "throughput/"))
+            and isinstance(value, dict)
+            and all(isinstance(row, dict) for row in value.values())
         }
         if not sections:
             continue
