@@ -1,7 +1,7 @@
-"""Every setting of Relay, with its default and its check: the one configuration path.
+"""Every setting of a cluster, with its default and its check: the one configuration path.
 
-``relay serve`` builds a ``ServeConfig`` from its flags; nothing reads settings from anywhere else. Times are seconds here and
-become integer nanoseconds where pure code uses them.
+``relay serve`` builds a ``ServeConfig`` from its flags; nothing reads settings from anywhere else. Bounds that nobody sets are
+constants of the modules they bound. Times are seconds here and become integer nanoseconds where pure code uses them.
 """
 
 from dataclasses import dataclass, field, replace
