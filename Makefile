@@ -6,7 +6,7 @@ EXTRAS ?= dev
 # Arguments for `relay serve`, for example: make serve ARGS="--prefill 0 --decode 2"
 ARGS ?=
 
-.PHONY: serve test check lint types contract verify bench clean
+.PHONY: serve test check lint types contract verify bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
@@ -32,6 +32,11 @@ verify: $(VENV)/.base
 # The figures of docs/benchmarks.md; peers (transformers serve) are measured in the same run where installed.
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/cpu/serve.json
+	$(BIN)/python -m benchmarks.tables
+
+# Rewrites the figures of README.md and docs/benchmarks.md from benchmarks/results/.
+tables: $(VENV)/.$(EXTRAS)
+	$(BIN)/python -m benchmarks.tables
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

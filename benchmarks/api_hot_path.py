@@ -5,27 +5,24 @@ STREAMS requests every 1/RATE s, as an engine's steps would arrive. A client pro
 The figure is the server process's CPU time (user + system) between two moments in the middle of the run, divided by the token
 events delivered between them. It includes the system calls of sending; it does not depend on other load except through caches.
 
-    PYTHONPATH=src python benchmarks/api_hot_path.py [--streams 256] [--rate 75] [--seconds 8] [--json FILE]
+    python -m benchmarks.api_hot_path [--streams 256] [--rate 75] [--seconds 8] [--json FILE]
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 import resource
 import selectors
 import socket
-import subprocess
 import time
 from typing import Any
 
-import starlette
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from benchmarks.report import provenance
 from relay.api.app import UVICORN_OPTIONS, create_app
 from relay.control.contract import Delivery, ModelInfo, Submission, TokenSink
 from relay.models.tokenizer import Tokenizer
@@ -202,21 +199,9 @@ def main() -> None:
             f"{run['cpu_fraction_of_a_core']:.0%} of a core, {run['late_steps']}/{run['steps']} steps late"
         )
     if arguments.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        cpu = platform.processor() or platform.machine()
-        report = {
-            "benchmark": "api_hot_path",
-            "commit": commit,
-            "command": f"python benchmarks/api_hot_path.py --streams {arguments.streams} --rate {arguments.rate:g}",
-            "machine": {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()},
-            "versions": {"uvicorn": uvicorn.__version__, "starlette": starlette.__version__},
-            "median_cpu_us_per_event": median,
-            "runs": runs,
-        }
+        document = {**provenance(), "median_cpu_us_per_event": median, "runs": runs}
         with open(arguments.json, "w") as file:
-            json.dump(report, file, indent=1)
+            json.dump(document, file, indent=1)
             file.write("\n")
 
 

@@ -4,27 +4,22 @@ For each prompt transformers draws greedily; Relay's CPU backend gets the same t
 compared: the highest must be the token drawn (so free-running output is the same text), and max|Δ| / max|logit| of each row
 is recorded. Where the two part, the reference's gap between its two best logits is printed; it must be < 1e-3.
 
-    python benchmarks/correctness.py [--prompts 32] [--tokens 64] [--threads 1] [--output benchmarks/results/correctness.json]
+    python -m benchmarks.correctness [--prompts 32] [--tokens 64] [--threads 1] [--json FILE]
 """
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from prompts import PROMPTS
-from teacher_forcing import BLOCK_SIZE, forced_logits
-
+from benchmarks.prompts import PROMPTS
+from benchmarks.report import provenance
+from benchmarks.teacher_forcing import BLOCK_SIZE, forced_logits
 from relay.kernels.cpu.backend import CpuBackend
 from relay.models.catalogue import ALIASES
 from relay.models.loaded import LoadedModel
@@ -77,34 +72,17 @@ def compare(ours: np.ndarray, theirs: np.ndarray, drawn: list[int]) -> dict[str,
     return {"rows": len(drawn), "max_relative_error": float(errors.max()), "partings": partings}
 
 
-def environment() -> dict[str, Any]:
-    """Commit, machine and versions."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    packages = ("numpy", "torch", "transformers", "gguf", "tokenizers")
-    return {
-        "commit": commit,
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
-    }
-
-
 @click.command()
 @click.option("--prompts", default=len(PROMPTS), type=click.IntRange(1, len(PROMPTS)))
 @click.option("--tokens", default=64, type=click.IntRange(1))
 @click.option("--threads", default=1, type=click.IntRange(1), help="Of both sides; changes no bit of ours.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")
 def main(prompts: int, tokens: int, threads: int, output: Path | None) -> None:
     """Compare and print; exit 1 if a row differs by over 1e-4 or the outputs part at a gap of 1e-3 or more."""
     import torch
 
     torch.set_num_threads(threads)
-    start = environment()  # before the run: the tree may move on meanwhile
+    context = provenance()  # before the run: the tree may move on meanwhile
     cache_dir = default_cache_dir(os.environ)
     loaded = open_model("smollm2", cache_dir=cache_dir)
     reference = reference_model(cache_dir / "files" / ALIASES["smollm2"].file_name)
@@ -120,8 +98,7 @@ def main(prompts: int, tokens: int, threads: int, output: Path | None) -> None:
     backend.close()
     partings = [parting for result in results for parting in result["partings"]]
     summary = {
-        "command": f"python benchmarks/correctness.py --prompts {prompts} --tokens {tokens} --threads {threads}",
-        "environment": start,
+        **context,
         "model_digest": loaded.digest,
         "backend": {"isa": backend.isa, "threads": backend.threads, "kv": "float32"},
         "prompts": prompts,

@@ -9,7 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ["relay-serving", "numpy", "msgspec", "uvicorn", "uvloop", "tokenizers", "torch", "transformers", "triton"]
+PACKAGES = [
+    *("relay-serving", "numpy", "msgspec", "starlette", "uvicorn", "uvloop", "tokenizers", "gguf"),
+    *("torch", "transformers", "triton"),
+]
 
 
 def provenance() -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """The whole server through HTTP: W1-W4 on relay (split and colocated) and on peers, in one run.
 
-Run: ``python -m benchmarks.serve [--servers split,colocated,transformers] [--repeats 3] [--json FILE]``. Every repeat runs
-every server in turn with fresh prompts, so that drift of the machine meets all of them; the table shows medians, and ratios to
-transformers serve where it ran.
+Run: ``python -m benchmarks.serve [--servers split,colocated,colocated-f32,transformers] [--repeats 3] [--json FILE]``. Every
+repeat runs every server in turn with fresh prompts, so that drift of the machine meets all of them; the figures are medians,
+with ratios to transformers serve where it ran. At the end of a repeat memory is read, and relay's last worker is killed once to
+time its return.
+
+Relay keeps the GGUF's blocks and widens them in registers: its arithmetic is fp32 and its logits equal those of fp32 weights
+bit for bit. ``colocated-f32`` is the same server on a pack widened to fp32: the row to hold beside other fp32 servers.
 """
 
 import argparse
@@ -58,15 +62,16 @@ def ratios(medians: dict[str, dict[str, dict[str, float]]], peer: str) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--servers", default="split,colocated,transformers")
+    parser.add_argument("--servers", default="split,colocated,colocated-f32,transformers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json")
     options = parser.parse_args()
     names = options.servers.split(",")
     tokenizer = servers.tokenizer()
     runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
-    memory: dict[str, float] = {}
+    memory: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     ready: dict[str, list[float]] = {name: [] for name in names}
+    restart: dict[str, list[float]] = {name: [] for name in names if name in servers.RELAY_SHAPES}
     for repeat in range(options.repeats):
         for name in names:
             with servers.start(name) as server:
@@ -77,23 +82,33 @@ def main() -> None:
                     figures = asyncio.run(measure(server, workload))
                     runs[name].setdefault(workload.name, []).append(figures)
                     print(name, workload.name, {k: round(v, 3) for k, v in figures.items()}, flush=True)
-                memory[name] = server.pss_bytes() / 1e6
+                memory[name].append(server.memory_mb())
+                print(name, "memory", memory[name][-1], flush=True)
+                if name in restart:
+                    restart[name].append(server.restart_s())
+                    print(name, f"restarted worker ready after {restart[name][-1]:.3f} s", flush=True)
     medians = {
-        name: {
-            workload: {key: statistics.median(run[key] for run in figures) for key in figures[0]}
-            for workload, figures in by_workload.items()
-        }
+        name: {workload: _medians(figures) for workload, figures in by_workload.items()}
         for name, by_workload in runs.items()
     }
+    memory_medians = {name: _medians(values) for name, values in memory.items()}
     figures: dict[str, Any] = {
         "medians": medians,
         "runs": runs,
-        "pss_mb": memory,
+        "pss_mb": {name: values["total"] for name, values in memory_medians.items()},
+        "memory_mb": memory_medians,
         "ready_s": {name: statistics.median(values) for name, values in ready.items()},
+        "restart_ready_s": {name: statistics.median(values) for name, values in restart.items()},
+        "restart_runs_s": restart,
     }
     if "transformers" in names:
         figures["ratio_to_transformers"] = ratios(medians, "transformers")
     report.write(options.json, figures)
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure over the runs."""
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 if __name__ == "__main__":

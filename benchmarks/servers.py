@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,14 +15,19 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 RELAY_SHAPES = {
-    "split": ["--prefill", "1", "--decode", "1"],
-    "colocated": ["--prefill", "0", "--decode", "1"],
+    "split": ["smollm2", "--prefill", "1", "--decode", "1"],
+    "colocated": ["smollm2", "--prefill", "0", "--decode", "1"],
+    # The same model widened to fp32 in its pack: equal logits, 5.5 times the bytes to read for a token.
+    "colocated-f32": ["smollm2.float32", "--prefill", "0", "--decode", "1"],
 }
+WEIGHT_FILES = (".pack", ".safetensors")
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+) *(.*)$")
+RESTART_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 180.0
 
 
@@ -55,15 +61,55 @@ class Server:
             found += children.get(pid, [])
         return found
 
-    def pss_bytes(self) -> int:
-        """Proportional set size of the whole tree: a page mapped by N processes counts once."""
-        total = 0
+    def memory_mb(self) -> dict[str, float]:
+        """Proportional set size of the whole tree, in which a page mapped by N processes counts once.
+
+        ``total``; ``weights``: mappings of weight files; ``weights_rss``: the same if every process had a copy of its own;
+        ``anonymous``: KV cache, buffers and heaps. Another server on this machine that maps the same file takes its share of
+        ``weights``: measure alone.
+        """
+        total = dict.fromkeys(("total", "weights", "weights_rss", "anonymous"), 0.0)
         for pid in self.pids():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith("Pss:"):
-                        total += int(line.split()[1]) * 1024
-        return total
+                for name, value in memory_of(Path(f"/proc/{pid}/smaps").read_text()).items():
+                    total[name] += value
+        return {name: round(value, 1) for name, value in total.items()}
+
+    def status(self) -> dict[str, Any]:
+        """Relay's /status."""
+        with urllib.request.urlopen(self.url + "/status", timeout=5) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def restart_s(self) -> float:
+        """SIGKILL the engine of the last worker; seconds until /status shows its next incarnation ready."""
+        before = self.status()["workers"][-1]
+        began = time.perf_counter()
+        os.kill(before["pid"], signal.SIGKILL)
+        while time.perf_counter() - began < RESTART_TIMEOUT_S:
+            now = next(worker for worker in self.status()["workers"] if worker["id"] == before["id"])
+            if now["incarnation"] > before["incarnation"] and now["state"] == "ready":
+                return time.perf_counter() - began
+            time.sleep(0.005)
+        raise RuntimeError(f"{before['id']} was not ready again within {RESTART_TIMEOUT_S:.0f} s")
+
+
+def memory_of(smaps: str) -> dict[str, float]:
+    """Megabytes of one process by kind, from the text of its ``/proc/PID/smaps``."""
+    found = dict.fromkeys(("total", "weights", "weights_rss", "anonymous"), 0.0)
+    kinds: tuple[str, ...] = ()
+    weights = False
+    for line in smaps.splitlines():
+        mapping = _MAPPING.match(line)
+        if mapping:
+            weights = mapping[2].removesuffix(" (deleted)").endswith(WEIGHT_FILES)
+            kinds = ("total", "weights") if weights else ("total", "anonymous") if mapping[1] == "0" else ("total",)
+        elif line.startswith("Pss:"):
+            for kind in kinds:
+                found[kind] += int(line.split()[1]) * 1024 / 1e6
+        elif line.startswith("Rss:") and weights:
+            found["weights_rss"] += int(line.split()[1]) * 1024 / 1e6
+    return found
 
 
 def free_port() -> int:
@@ -77,10 +123,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(loaded_model().tokenizer_files.json)
 
 
-def loaded_model() -> Any:
+def loaded_model(storage: Literal["native", "float32"] = "native") -> Any:
+    """The default model, packed first if need be."""
     from relay.models.store import default_cache_dir, open_model
 
-    return open_model("smollm2", cache_dir=default_cache_dir(os.environ), offline=False)
+    return open_model("smollm2", cache_dir=default_cache_dir(os.environ), storage=storage)
 
 
 def transformers_folder() -> Path:
@@ -96,7 +143,7 @@ def transformers_folder() -> Path:
 
 @contextlib.contextmanager
 def start(name: str) -> Iterator[Server]:
-    """Start server ``name`` ("split", "colocated", "transformers"), wait until it is ready, stop it at the end."""
+    """Start server ``name`` (one of ``RELAY_SHAPES``, or "transformers"), wait until it is ready, stop it at the end."""
     port = free_port()
     environment = dict(os.environ)
     if name == "transformers":
@@ -106,7 +153,8 @@ def start(name: str) -> Iterator[Server]:
         environment |= {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
         probe = "/health"
     else:
-        model = "smollm2"
+        model = RELAY_SHAPES[name][0]
+        loaded_model("float32" if model.endswith(".float32") else "native")
         command = [sys.executable, "-m", "relay.cli.main", "serve", *RELAY_SHAPES[name], "--port", str(port)]
         probe = "/ready"
     log = tempfile.NamedTemporaryFile(prefix=f"bench-{name}-", suffix=".log")  # noqa: SIM115

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
+# usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
+#        "model_time 60"
+set -u
+cd "$(dirname "$0")/.."
+export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
+nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv
+run() { timeout "$2" python3 "${@:3}" --out "$OUT" 2>&1 | tee "$OUT/$1.log"; }
+for job in "$@"; do
+  read -r name seconds <<<"$job"
+  case "$name" in
+    linear)
+      for i in $(seq 0 11); do timeout 120 python3 -m benchmarks.gpu_linear --warm "$i" 12 & done
+      wait
+      run linear "$seconds" -m benchmarks.gpu_linear ;;
+    linear_tall) run linear_tall "$seconds" -m benchmarks.gpu_linear --tall ;;
+    attention) run attention "$seconds" -m benchmarks.gpu_attention ;;
+    attention_hopper) run attention_hopper "$seconds" -m benchmarks.gpu_attention --hopper ;;
+    model_check) run model_check "$seconds" -m benchmarks.gpu_model --part check ;;
+    model_time) run model_time "$seconds" -m benchmarks.gpu_model --part time ;;
+    engine) run engine "$seconds" -m benchmarks.gpu_engine ;;
+    tests) PYTHONPATH="$PYTHONPATH:." timeout "$seconds" python3 -m pytest -m gpu tests/cuda -q -p no:cacheprovider ;;
+    *) echo "unknown benchmark $name"; exit 2 ;;
+  esac
+done

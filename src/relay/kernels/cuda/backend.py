@@ -1,0 +1,383 @@
+"""The Backend on one CUDA device: bf16 weights, activations and KV; decode steps replayed from CUDA graphs.
+
+Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
+sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
+decode batch up to a captured size cannot change a bit.
+
+``run`` up to the last op queues the draw too, into a pinned buffer of the step's own; ``sample`` waits for it. A caller may
+therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+import triton
+
+from relay.errors import CorruptModelError, DoesNotFitError, UsageError
+from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.cuda import linear_choice
+from relay.kernels.cuda.attention_prefill import tile_rows_for
+from relay.kernels.cuda.canon import gpu_parts
+from relay.kernels.cuda.draws import Draw, Draws
+from relay.kernels.cuda.graphs import DecodeGraphs
+from relay.kernels.cuda.kv_copy import KvTransfers
+from relay.kernels.cuda.ops import Device, Launch, compile_ops
+from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, has_limits, sample_rows
+from relay.kernels.cuda.sampler_check import check_draws
+from relay.kernels.cuda.staging import Staging
+from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
+from relay.kernels.cuda.weights import to_device
+from relay.kernels.probe import probe_digest
+from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, Program, RmsNorm
+from relay.kernels.sampler import InvalidLogits, SlotState, draw
+from relay.kernels.weights import WeightSource
+from relay.protocol.sampling import SamplingParams
+
+Loaded = TypeVar("Loaded")
+_SAMPLED = (Buffer.S, Buffer.L)
+
+
+class CudaBackend:
+    """Implements ``relay.kernels.backend.Backend``; ``run`` returns once the work is queued, ``sample`` waits for it.
+
+    ``max_rows``: sequences of a step; ``max_tokens``: tokens of a step for which the library is tested at load (larger steps work).
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self, device: str = "cuda:0", max_rows: int = 256, max_tokens: int = 8192, graphs: bool = True
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("no CUDA device: torch sees none; use the cpu backend, or check the driver")
+        torch.cuda.set_device(device)
+        self._device = Device(device, max_decodes=max_rows)
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._stream = torch.cuda.Stream(device)
+        self._transfers = KvTransfers(device)
+        self._tables = SamplerTables(max_rows + 1, device)
+        self._device.last_tokens = self._tables.last_tokens
+        self._slots: dict[int, SlotState] = {}
+        self._staging = Staging(device)
+        self._graphs = DecodeGraphs(self, max_rows) if graphs else None
+        self._captured: np.ndarray | None = None
+        self._draws = Draws(max_rows)
+        self._written = torch.cuda.Event()
+        self._capacity = 0
+        self._step: Step | None = None
+        self._replayed = False
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def load(self, program: Program, weights: WeightSource) -> None:
+        """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
+        geometry = program.geometry
+        matrices: dict[str, tuple[int, int]] = {}
+        vectors: dict[str, tuple[int, ...]] = {}
+        vectors["rope.cos"] = vectors["rope.sin"] = (geometry.max_positions, geometry.head_dim // 2)
+        for op in program.ops:
+            match op:
+                case Embed(weight, dst):
+                    matrices[weight] = (geometry.vocab, geometry.width(dst))
+                case Linear(src, dst, weight, bias):
+                    matrices[weight] = (geometry.width(dst), geometry.width(src))
+                    if bias is not None:
+                        vectors[bias] = (geometry.width(dst),)
+                case RmsNorm(src, _, weight):
+                    vectors[weight] = (geometry.width(src),)
+                case HeadNorm(q_weight, k_weight):
+                    vectors[q_weight] = vectors[k_weight] = (geometry.head_dim,)
+        device = self._device
+        try:
+            for name, shape in matrices.items():
+                packed = _get(weights.matrix, name)
+                if (packed.n, packed.k) != shape:
+                    raise CorruptModelError(
+                        f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}"
+                    )
+                device.matrices[name] = to_device(packed, device.name)
+            for name, wanted in vectors.items():
+                vector = _get(weights.vector, name)
+                if vector.shape != wanted or vector.dtype != np.float32:
+                    raise CorruptModelError(
+                        f"{name} is {vector.dtype} {vector.shape}, the program needs float32 {wanted}"
+                    )
+                device.vectors[name] = torch.from_numpy(np.ascontiguousarray(vector)).to(device.name)
+            self.bind(program)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DoesNotFitError(f"the weights do not fit on {device.name}: {_memory(device.name)}") from error
+
+    def load_tensors(
+        self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]
+    ) -> None:
+        """As ``load`` from bf16 [n, k] and fp32 tensors that are on the device already."""
+        self._device.matrices.update(matrices)
+        self._device.vectors.update(vectors)
+        self.bind(program)
+
+    def bind(self, program: Program) -> None:
+        """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
+        self._program = program
+        torch.cuda.synchronize(self._device.name)  # the weights came on other streams
+        linear_choice.use_exact_library()
+        device = self._device
+        with torch.cuda.stream(self._stream):
+            for op in program.ops:
+                if isinstance(op, Linear):
+                    w = device.matrices[op.weight]
+                    key = (w.shape[0], w.shape[1])
+                    if key not in device.layers:
+                        device.layers[key] = linear_choice.LinearLayer(*key)
+                        largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
+                        device.layers[key].test(w, largest)
+            check_draws(device.name)
+        self._stream.synchronize()
+        self._launches: list[Launch] = compile_ops(program, device)
+        self._scratch = SamplerScratch(self._max_rows, program.geometry.vocab, device.name)
+        self._drawn = torch.zeros(self._max_rows, 2, dtype=torch.int32, device=device.name)
+
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
+        """Raises UsageError for a dtype other than bfloat16 or an odd block size, DoesNotFitError."""
+        if dtype != "bfloat16":
+            raise UsageError(f"the cuda backend keeps KV in bfloat16, not {dtype}")
+        if block_size % 16 or block_size & (block_size - 1):
+            raise UsageError(f"block size {block_size}: the cuda backend needs a power of two of at least 16")
+        g = self._program.geometry
+        shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
+        try:
+            self._device.kv = torch.empty(shape, dtype=torch.bfloat16, device=self._device.name)
+        except torch.cuda.OutOfMemoryError as error:
+            need = int(np.prod(shape)) * 2
+            raise DoesNotFitError(
+                f"{num_blocks} KV blocks need {need >> 20} MiB: {_memory(self._device.name)}"
+            ) from error
+        self._block_size = block_size
+        self._group = g.num_heads // g.num_kv_heads
+        self._tile_rows = tile_rows_for(block_size, g.head_dim)
+
+    def kv_blocks_that_fit(self, block_size: int, utilization: float = 0.9) -> int:
+        """Blocks for which there is memory after weights and buffers, with 1 - ``utilization`` of the device left free."""
+        with torch.cuda.stream(self._stream):
+            self.reserve(self._max_tokens, self._max_rows)
+        free, total = torch.cuda.mem_get_info(self._device.name)
+        g = self._program.geometry
+        block = g.num_layers * 2 * g.kv_width * block_size * 2
+        return max(0, int(free - (1 - utilization) * total) // block)
+
+    def warm_up(self, longest: int) -> None:
+        """Compile and capture what sequences of at most ``longest`` tokens need. Before any sequence: overwrites block 0."""
+        with torch.cuda.stream(self._stream):
+            self.reserve(self._max_tokens, self._max_rows)
+            if self._graphs is not None:
+                self._graphs.warm_up(longest)
+        count = min(self._block_size, longest)
+        prompt = Batch(
+            token_ids=np.zeros(count, np.int32),
+            positions=np.arange(count, dtype=np.int32),
+            row_starts=np.array([0, count], np.int32),
+            slots=np.zeros(1, np.int32),
+            block_tables=np.zeros((1, 1), np.int32),
+            sampled_rows=np.zeros(0, np.int32),
+        )
+        self.run(0, len(self._launches), prompt)
+        self._stream.synchronize()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def run(self, start: int, stop: int, batch: Batch) -> None:
+        with torch.cuda.stream(self._stream):
+            if start == 0:
+                for pending in self._draws.waiting():
+                    if pending.on_host:
+                        self._resolve(pending)  # its token must be on the device before this step may read it
+                self._begin(batch, whole=stop == len(self._launches))
+            assert self._step is not None
+            if not self._replayed:
+                for launch in self._launches[start:stop]:
+                    launch(self._step)
+            self._written.record(self._stream)
+            if stop == len(self._launches) and len(batch.sampled_rows):
+                self._queue_draw(batch, self._step)
+
+    def _begin(self, batch: Batch, whole: bool) -> None:
+        """Move the step's integers to the device; a decode step that is run whole is replayed from its graph at once."""
+        shape = shape_of(batch, self._group, self._tile_rows)
+        self._replayed = False
+        if whole and self._graphs is not None and shape.only_decode and len(batch.sampled_rows) == len(shape.counts):
+            step = self._graphs.replay(batch, shape)
+            if step is not None:
+                self._step, self._replayed = step, True
+                return
+        layout = exact_layout(batch, shape)
+        self.reserve(layout.rows, layout.sampled)
+        packed, slot = self._staging.host(layout.words)
+        fill(layout, packed, batch, shape, self._max_rows)
+        self._step = layout.views(self._staging.upload(slot, layout.words))
+
+    def reserve(self, rows: int, sampled: int) -> None:
+        """Grow the buffers to ``rows`` step tokens and ``sampled`` rows, padding for the library included."""
+        if sampled > self._max_rows:
+            raise UsageError(f"a step samples {sampled} rows, the backend was made for {self._max_rows}")
+        needed = max(rows, self._max_rows)
+        if needed <= self._capacity:
+            return
+        capacity = linear_choice.row_counts(needed)[-1]
+        self._stream.synchronize()
+        if self._graphs is not None:
+            self._graphs.forget()
+        g = self._program.geometry
+        device = self._device
+        for buffer in Buffer:
+            height = -(-self._max_rows // 256) * 256 if buffer in _SAMPLED else capacity
+            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=torch.bfloat16, device=device.name)
+        device.product = torch.zeros(capacity, g.hidden, dtype=torch.bfloat16, device=device.name)
+        self._capacity = capacity
+
+    def launch_all(self, step: Step, limits: bool) -> None:
+        """Every op and the sampler, on the current stream: what a graph captures."""
+        for launch in self._launches:
+            launch(step)
+        self._launch_sampler(step, limits)
+
+    def limited(self, batch: Batch) -> bool:
+        """Whether a sampled row has top-k or top-p."""
+        return any(has_limits(self._slots[int(slot)].params) for slot in batch.slots[batch.sampled_rows])
+
+    def _launch_sampler(self, step: Step, limits: bool) -> None:
+        sample_rows(
+            self._device.buffers[Buffer.L][: step.sampled],
+            step.positions,
+            step.sampled_tokens,
+            step.sampled_slots,
+            self._tables,
+            self._scratch,
+            self._drawn,
+            limits,
+        )
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def bind_slot(
+        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
+    ) -> None:
+        if not 0 <= slot < self._max_rows:
+            raise UsageError(f"slot {slot}, but the backend was made for {self._max_rows} rows")
+        state = SlotState(params, choice, prompt_ids, output_ids)
+        self._slots[slot] = state
+        with torch.cuda.stream(self._stream):
+            self._tables.set(slot, params, choice, state.last_token)
+
+    def release_slot(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def _queue_draw(self, batch: Batch, step: Step) -> None:
+        """Draw on the device and queue the copy of tokens (and of logits that the host needs) to the host."""
+        if not self._replayed:
+            self._launch_sampler(step, self.limited(batch))
+        slots = [int(slot) for slot in batch.slots[batch.sampled_rows]]
+        states = [self._slots[slot] for slot in slots]
+        on_host = any(_needs_host(state) for state in states)
+        logits = self._device.buffers[Buffer.L][: len(slots)]
+        kept = logits.clone() if on_host or batch.capture_logits else None
+        self._draws.queue(batch, slots, states, self._drawn, on_host, kept)
+
+    def _resolve(self, pending: Draw) -> None:
+        """Wait for a draw; draw on the host what the device could not, and give it the token."""
+        if pending.tokens is not None:
+            return
+        pending.event.synchronize()
+        tokens: list[SampledToken] = []
+        for row, (state, (token, flags)) in enumerate(zip(pending.states, pending.host.tolist(), strict=True)):
+            if not _needs_host(state):
+                if flags:
+                    raise InvalidLogits(row, FLAGS[flags & 3])
+                tokens.append(SampledToken(token))
+                continue
+            assert pending.logits is not None
+            with torch.cuda.stream(self._stream):
+                sampled = draw(pending.logits[row].float().cpu().numpy(), state, row)
+                self._tables.last_tokens[pending.slots[row]] = sampled.token_id
+            tokens.append(sampled)
+        pending.tokens = tokens
+        for state, sampled in zip(pending.states, tokens, strict=True):
+            state.push(sampled.token_id)
+
+    def sample(self, batch: Batch) -> list[SampledToken]:
+        """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``); then no slot's host state has moved on."""
+        pending = self._draws.take(batch)
+        self._resolve(pending)
+        assert pending.tokens is not None
+        if batch.capture_logits:
+            assert pending.logits is not None
+            with torch.cuda.stream(self._stream):
+                self._captured = pending.logits.float().cpu().numpy()
+        else:
+            self._captured = None
+        return pending.tokens
+
+    def logits(self) -> np.ndarray:
+        if self._captured is None:
+            raise RuntimeError("the last sample did not capture logits")
+        return self._captured
+
+    # --- KV ---------------------------------------------------------------------------------------------------------
+
+    def kv_bytes_per_token_layer(self) -> int:
+        return 2 * self._program.geometry.kv_width * 2
+
+    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
+        self._transfers.read(self._device.cache(layer), block_table, first, count, out, self._written)
+
+    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
+        self._transfers.write(self._device.cache(layer), block_table, first, count, data)
+
+    def copy_block(self, source: int, target: int) -> None:
+        assert self._device.kv is not None
+        with torch.cuda.stream(self._stream):
+            self._device.kv[:, :, target].copy_(self._device.kv[:, :, source])
+
+    # --- identity ---------------------------------------------------------------------------------------------------
+
+    def numerics(self) -> dict[str, str]:
+        probe = CudaBackend(self._device.name, max_rows=4, max_tokens=64, graphs=False)
+        return {
+            **gpu_parts(),
+            "instructions": "cuda sm_{}{}".format(*torch.cuda.get_device_capability()),
+            "libraries": f"torch {torch.__version__} triton {triton.__version__} cuda {torch.version.cuda}",
+            "activation": "bfloat16",
+            "kv": "bfloat16",
+            "probe": probe_digest(probe, "bfloat16"),
+        }
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        if self._graphs is not None:
+            self._graphs.forget()
+        self._slots.clear()
+        self._device.buffers.clear()
+        self._device.scratch.clear()
+        self._device.matrices.clear()
+        self._device.vectors.clear()
+        self._device.kv = self._device.product = None
+
+
+def _needs_host(state: SlotState) -> bool:
+    """Whether a draw needs counts, masks or log-probabilities."""
+    p = state.params
+    return bool(
+        p.logprobs is not None or p.has_penalties or len(state.bias_ids) or (state.masking and len(state.masked_ids))
+    )
+
+
+def _get(load: Callable[[str], Loaded], name: str) -> Loaded:
+    try:
+        return load(name)
+    except KeyError:
+        raise CorruptModelError(f"the model has no weight {name}") from None
+
+
+def _memory(device: str) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{free >> 20} of {total >> 20} MiB are free"

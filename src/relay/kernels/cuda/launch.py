@@ -1,0 +1,50 @@
+"""How every kernel of this package is launched: no contraction by the compiler, programmatic dependent launch on Hopper.
+
+With programmatic dependent launch a kernel may be scheduled while its predecessor still runs; ``pdl_start`` is the first
+thing each kernel does with memory that another kernel writes: it waits for the predecessor's writes, then lets the successor be
+scheduled. Because every kernel waits, a kernel's end implies the end of all before it. It changes when, never what.
+"""
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class _Dependent:
+    """Whether launches use programmatic dependent launch; None until first asked."""
+
+    enabled: bool | None = None
+
+
+def pdl_enabled() -> bool:
+    """Whether kernels are launched dependently: on by default where the device can (compute capability 9.0 and above)."""
+    if _Dependent.enabled is None:
+        able = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+        _Dependent.enabled = able
+    return _Dependent.enabled
+
+
+def set_pdl(enabled: bool) -> None:
+    """Turn programmatic dependent launch on or off for later launches; graphs keep what they were captured with."""
+    _Dependent.enabled = enabled
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Options common to all launches. Contraction is off: every fused multiply-add is written as ``tl.fma``."""
+    if INTERPRETED:
+        return {}
+    return {"enable_fp_fusion": False, "launch_pdl": pdl}
+
+
+@triton.jit
+def pdl_start(PDL: tl.constexpr):
+    """Wait for the kernel before this one; afterwards the next one may be scheduled."""
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()

@@ -1,0 +1,191 @@
+"""From op records to launches: each op of a program becomes one function of a step, residual additions fused into the norms.
+
+A linear that accumulates leaves its product in a buffer of its own; the norm (or row selection) that reads the residual stream
+next adds it, one rounding either way. Ranges of ops may be cut anywhere, since every op keeps its own launches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from relay.errors import CorruptModelError
+from relay.kernels.cuda import attention_decode, attention_prefill
+from relay.kernels.cuda.elementwise import embed, select_rows, silu_mul
+from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.norm import add_bias, add_residual, rms_norm
+from relay.kernels.cuda.rope import rope_write_kv
+from relay.kernels.cuda.step import Step
+from relay.kernels.program import (
+    Attend,
+    Buffer,
+    Embed,
+    HeadNorm,
+    Linear,
+    Op,
+    Program,
+    RmsNorm,
+    RopeWriteKv,
+    SelectRows,
+    SiluMul,
+)
+
+Launch = Callable[[Step], None]
+
+
+@dataclass(slots=True)
+class Device:
+    """What launches read and write besides the step: weights, buffers, cache, slots. Buffers may grow between steps."""
+
+    name: str
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16 [n, k]
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # fp32
+    layers: dict[tuple[int, int], LinearLayer] = field(default_factory=dict)  # by (outputs, depth)
+    buffers: dict[Buffer, torch.Tensor] = field(default_factory=dict)  # bf16 [capacity, width]
+    product: torch.Tensor | None = None  # bf16 [capacity, hidden]; product of a linear that accumulates
+    kv: torch.Tensor | None = None  # [layers, 2, blocks, kv_heads, block_size, dim]
+    last_tokens: torch.Tensor | None = None  # int32 [slots + 1]
+    scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # decode partials by splits
+    max_decodes: int = 256
+
+    def cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer."""
+        assert self.kv is not None
+        return self.kv[layer, 0], self.kv[layer, 1]
+
+    def decode_scratch(self, heads: int, dim: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partials for the most decode entries a step may have; one pair for each number of splits, so that graphs may keep it."""
+        if splits not in self.scratch:
+            self.scratch[splits] = attention_decode.decode_scratch(self.max_decodes, heads, dim, splits, self.name)
+        return self.scratch[splits]
+
+
+def compile_ops(program: Program, device: Device) -> list[Launch]:
+    """One launch function an op. Raises CorruptModelError for an order of ops that this backend does not know."""
+    return [_compile(program, index, device) for index in range(len(program.ops))]
+
+
+def _compile(program: Program, index: int, device: Device) -> Launch:
+    op = program.ops[index]
+    before: Op | None = program.ops[index - 1] if index else None
+    after: Op | None = program.ops[index + 1] if index + 1 < len(program.ops) else None
+    match op:
+        case Embed(weight, dst):
+            return lambda step: embed(
+                device.matrices[weight],
+                step.token_ids,
+                step.token_slots,
+                _last(device),
+                device.buffers[dst][: step.rows],
+            )
+        case RmsNorm(src, dst, weight, eps):
+            pending = src is Buffer.X and _accumulates(before)
+            return lambda step: rms_norm(
+                device.buffers[src][: _rows(step, src)],
+                device.vectors[weight],
+                device.buffers[dst][: _rows(step, dst)],
+                eps,
+                residual=device.product if pending else None,
+            )
+        case Linear():
+            return _linear(op, after, device)
+        case HeadNorm():
+            if not isinstance(after, RopeWriteKv):
+                raise CorruptModelError("a head norm must stand right before the rotary embedding it is fused with")
+            return lambda step: None
+        case RopeWriteKv(layer):
+            return _rope(program, layer, before, device)
+        case Attend(layer, scale):
+            return _attend(program, layer, scale, device)
+        case SiluMul():
+            return lambda step: silu_mul(device.buffers[Buffer.G][: step.rows], device.buffers[Buffer.U][: step.rows])
+        case SelectRows(src, dst):
+            pending = src is Buffer.X and _accumulates(before)
+            return lambda step: select_rows(
+                device.buffers[src],
+                step.sampled_tokens,
+                device.buffers[dst][: step.sampled],
+                device.product if pending else None,
+            )
+
+
+def _linear(op: Linear, after: Op | None, device: Device) -> Launch:
+    fused = op.accumulate and isinstance(after, RmsNorm | SelectRows) and after.src is op.dst
+    if op.accumulate and op.dst is not Buffer.X:
+        raise CorruptModelError(f"a linear accumulates into {op.dst}, not the residual stream")
+
+    def launch(step: Step) -> None:
+        rows = _rows(step, op.dst)
+        w = device.matrices[op.weight]
+        target = device.product if op.accumulate else device.buffers[op.dst]
+        assert target is not None
+        device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
+        if op.bias is not None:
+            add_bias(target[:rows], device.vectors[op.bias])
+        if op.accumulate and not fused:
+            add_residual(device.buffers[op.dst][:rows], target[:rows])
+
+    return launch
+
+
+def _rope(program: Program, layer: int, before: Op | None, device: Device) -> Launch:
+    heads = program.geometry.num_heads
+
+    def launch(step: Step) -> None:
+        k_cache, v_cache = device.cache(layer)
+        norm = None
+        if isinstance(before, HeadNorm):
+            norm = (device.vectors[before.q_weight], device.vectors[before.k_weight], before.eps)
+        rope_write_kv(
+            device.buffers[Buffer.QKV][: step.rows],
+            step.positions,
+            step.token_rows,
+            step.block_tables,
+            device.vectors["rope.cos"],
+            device.vectors["rope.sin"],
+            k_cache,
+            v_cache,
+            heads,
+            norm=norm,
+        )
+
+    return launch
+
+
+def _attend(program: Program, layer: int, scale: float, device: Device) -> Launch:
+    heads, dim = program.geometry.num_heads, program.geometry.head_dim
+
+    def launch(step: Step) -> None:
+        k_cache, v_cache = device.cache(layer)
+        qkv, out = device.buffers[Buffer.QKV], device.buffers[Buffer.A]
+        if len(step.decode_tokens):
+            attention_decode.decode_attention(
+                qkv,
+                k_cache,
+                v_cache,
+                step.block_tables,
+                step.positions,
+                step.decode_tokens,
+                step.decode_rows,
+                device.decode_scratch(heads, dim, step.splits) if step.splits > 1 else device.decode_scratch(1, dim, 1),
+                out,
+                scale,
+                step.splits,
+            )
+        if len(step.work):
+            attention_prefill.prefill(qkv, k_cache, v_cache, step.block_tables, step.work, out, scale, step.keys)
+
+    return launch
+
+
+def _accumulates(op: Op | None) -> bool:
+    return isinstance(op, Linear) and op.accumulate
+
+
+def _rows(step: Step, buffer: Buffer) -> int:
+    return step.sampled if buffer in (Buffer.S, Buffer.L) else step.rows
+
+
+def _last(device: Device) -> torch.Tensor:
+    assert device.last_tokens is not None
+    return device.last_tokens

@@ -1,0 +1,348 @@
+"""Checks of the kernels on the CPU through Triton's interpreter, at tiny shapes; ``python -m tests.cuda.interpreted CHECK``.
+
+Needs TRITON_INTERPRET=1 in the environment: the interpreter is chosen at import. ``program`` runs a whole model through the
+backend's launches and steps, without its streams and graphs.
+"""
+
+import sys
+from contextlib import nullcontext
+from unittest import mock
+
+import numpy as np
+import torch
+
+from relay.errors import StartupError
+from relay.kernels import packing
+from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
+from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
+from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.kv_copy import copy_kv
+from relay.kernels.cuda.linear import LinearTile, linear
+from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.ops import Device, compile_ops
+from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
+from relay.kernels.cuda.sampler_check import check_draws
+from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
+from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
+from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
+from relay.kernels.sampler import SlotState, draw
+from relay.protocol.sampling import SamplingParams
+
+BLOCK = 16
+BLOCKS = 40
+CAPACITY = 32
+
+
+class Interpreted:
+    """The probe's program with its weights in bf16."""
+
+    def __init__(self) -> None:
+        self.program = probe_program()
+        weights = ProbeWeights()
+        device = self.device = Device("cpu", max_decodes=8)
+        for op in self.program.ops:
+            names: list[str] = []
+            if isinstance(op, Embed | Linear):
+                device.matrices[op.weight] = torch.from_numpy(
+                    packing.unpack_matrix(weights.matrix(op.weight))
+                ).bfloat16()
+                if isinstance(op, Linear):
+                    n, k = device.matrices[op.weight].shape
+                    device.layers[n, k] = LinearLayer(n, k)
+                    names = [op.bias] if op.bias else []
+            elif isinstance(op, RmsNorm):
+                names = [op.weight]
+            elif isinstance(op, HeadNorm):
+                names = [op.q_weight, op.k_weight]
+            for name in names:
+                device.vectors[name] = torch.from_numpy(weights.vector(name))
+        for name in ("rope.cos", "rope.sin"):
+            device.vectors[name] = torch.from_numpy(weights.vector(name).copy())
+        for buffer in Buffer:
+            width = GEOMETRY.width(buffer)
+            device.buffers[buffer] = torch.full((CAPACITY, width), float("nan"), dtype=torch.bfloat16)
+        device.product = torch.full((CAPACITY, GEOMETRY.hidden), float("nan"), dtype=torch.bfloat16)
+        shape = (GEOMETRY.num_layers, 2, BLOCKS, GEOMETRY.num_kv_heads, BLOCK, GEOMETRY.head_dim)
+        device.kv = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        self.tables = SamplerTables(9, "cpu")
+        device.last_tokens = self.tables.last_tokens
+        self.launches = compile_ops(self.program, device)
+
+    def run(self, batch: Batch) -> Step:
+        """All ops on one batch."""
+        shape = shape_of(batch, GEOMETRY.num_heads // GEOMETRY.num_kv_heads, 64)
+        layout = exact_layout(batch, shape)
+        packed = np.zeros(layout.words, np.int32)
+        fill(layout, packed, batch, shape, 8)
+        step = layout.views(torch.from_numpy(packed))
+        for launch in self.launches:
+            launch(step)
+        return step
+
+    def logits(self, step: Step) -> torch.Tensor:
+        return self.device.buffers[Buffer.L][: step.sampled].float().clone()
+
+    def draw(self, step: Step) -> list[int]:
+        """Tokens drawn from the step's logits."""
+        scratch = SamplerScratch(8, GEOMETRY.vocab, "cpu")
+        drawn = torch.zeros(8, 2, dtype=torch.int32)
+        logits = self.device.buffers[Buffer.L][: step.sampled]
+        sample_rows(logits, step.positions, step.sampled_tokens, step.sampled_slots, self.tables, scratch, drawn, False)
+        return drawn[: step.sampled, 0].tolist()
+
+
+def batch_of(pieces: list[tuple[list[int], int, list[int], int]]) -> Batch:
+    """(tokens, first position, block table, slot) of each sequence row."""
+    width = max(len(table) for _, _, table, _ in pieces)
+    tables = np.zeros((len(pieces), width), np.int32)
+    for row, (_, _, table, _) in enumerate(pieces):
+        tables[row, : len(table)] = table
+    counts = [len(tokens) for tokens, *_ in pieces]
+    return Batch(
+        token_ids=np.concatenate([tokens for tokens, *_ in pieces]).astype(np.int32),
+        positions=np.concatenate([np.arange(first, first + len(t)) for t, first, *_ in pieces]).astype(np.int32),
+        row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        slots=np.array([slot for *_, slot in pieces], np.int32),
+        block_tables=tables,
+        sampled_rows=np.arange(len(pieces), dtype=np.int32),
+    )
+
+
+def check_linear() -> None:
+    """P1, P2: every way of tiling, and a row alone, give the same accumulator."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 80, generator=generator).bfloat16()
+    w = torch.randn(40, 80, generator=generator).bfloat16()
+    reference = torch.zeros(5, 40)
+    linear(x, w, reference, LinearTile(16, 16, 16))
+    assert torch.allclose(reference, x.float() @ w.float().T, atol=1e-4)
+    for tile in (LinearTile(16, 32, 64), LinearTile(16, 32, 32, swap=True), LinearTile(32, 16, 32, tma=True)):
+        y = torch.zeros(5, 40)
+        linear(x, w, y, tile)
+        assert torch.equal(y, reference), tile
+    alone = torch.zeros(1, 40)
+    linear(x[3:4], w, alone, LinearTile(16, 16, 32))
+    assert torch.equal(alone[0], reference[3])
+    rounded = torch.zeros(5, 40, dtype=torch.bfloat16)
+    linear(x, w, rounded, LinearTile(16, 32, 64))
+    assert torch.allclose(rounded.float(), reference, rtol=2**-7)  # the interpreter truncates where the device rounds
+
+
+def check_attention() -> None:
+    """P3 over an edge of a split: chunks and decode equal the whole, free memory full of NaN; near the exact result."""
+    generator = torch.Generator().manual_seed(1)
+    group, dim, block, length, start = 2, 16, 16, 530, 500
+    blocks = -(-length // block) + 2
+    nan = float("nan")
+    order = torch.randperm(blocks, generator=generator)[: blocks - 2]
+    caches = []
+    for _ in range(2):
+        cache = torch.full((blocks, 1, block, dim), nan, dtype=torch.bfloat16)
+        values = torch.randn(len(order) * block, dim, generator=generator).bfloat16()
+        values[length:] = nan
+        cache[order, 0] = values.view(-1, block, dim)
+        caches.append((cache, values[:length].float()))
+    (k_cache, keys), (v_cache, values) = caches
+    table = order.to(torch.int32)[None]
+    qkv = torch.randn(length, (group + 2) * dim, generator=generator).bfloat16()
+
+    def prefill(first: int, stop: int, rows: int) -> torch.Tensor:
+        out = torch.zeros(stop - first, group * dim)
+        work = torch.tensor(prefill_work([(0, 0, stop - first, first)], group, rows), dtype=torch.int32)
+        prefill_attention(qkv[first:stop], k_cache, v_cache, table, work, out, dim**-0.5, tile_rows=rows)
+        return out
+
+    whole = prefill(start, length, 16)
+    assert torch.equal(torch.cat([prefill(start, 513, 32), prefill(513, length, 16)]), whole), "chunks differ"
+    positions = torch.tensor([500, 511, 512, 513, 529], dtype=torch.int32)
+    entries = torch.arange(len(positions), dtype=torch.int32)
+    splits = split_count(length)
+    out = torch.zeros(len(positions), group * dim)
+    decode_attention(
+        qkv[positions.long()],
+        k_cache,
+        v_cache,
+        table,
+        positions,
+        entries,
+        torch.zeros_like(entries),
+        decode_scratch(len(positions), group, dim, splits, "cpu"),
+        out,
+        dim**-0.5,
+        splits,
+    )
+    assert torch.equal(out, whole[positions.long() - start]), "decode differs"
+    for position in (500, 529):
+        q = qkv[position, : group * dim].float().view(group, dim)
+        weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
+        assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+def check_sampler() -> None:
+    """The device's draw is the numpy definition's, ties and NaN included."""
+    generator = torch.Generator().manual_seed(2)
+    rows, vocab = 8, 5000
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).bfloat16()
+    logits[0, 100] = logits[0, 4000] = 20.0
+    tables, scratch = SamplerTables(rows, "cpu"), SamplerScratch(rows, vocab, "cpu")
+    want = []
+    for row in range(rows):
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=(0.0, 0.7, 1.0, 1.3)[row % 4],
+            min_p=(0.0, 0.05)[row // 4],
+            seed=0x9123456789ABCDEF * (row + 1) % (1 << 64),
+        )
+        tables.set(row, params, row, 1)
+        want.append(draw(logits[row].float().numpy(), SlotState(params, row, [1] * (row + 3), [])).token_id)
+    index = torch.arange(rows, dtype=torch.int32)
+    drawn = torch.zeros(rows, 2, dtype=torch.int32)
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
+    assert want[0] == 100, "ties go to the lowest id"
+    assert drawn.tolist() == [[token, 0] for token in want]
+    logits[1, 7] = float("nan")
+    sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
+    assert drawn[:, 1].tolist() == [0, 1, *[0] * (rows - 2)]
+
+
+def check_kv_copy() -> None:
+    """Gather and scatter are inverse and follow the block table."""
+    generator = torch.Generator().manual_seed(3)
+    k_cache, v_cache = (torch.randn(6, 3, 16, 8, generator=generator).bfloat16() for _ in range(2))
+    table = torch.tensor([4, 1, 5], dtype=torch.int32)
+    flat = torch.zeros(2, 21, 24, dtype=torch.bfloat16)
+    copy_kv(k_cache, v_cache, table, flat, 11, store=False)
+    want = k_cache[table.long()].transpose(1, 2).reshape(48, 24)[11:32]
+    assert torch.equal(flat[0], want)
+    other = [torch.zeros_like(k_cache) for _ in range(2)]
+    moved = torch.tensor([0, 2, 3], dtype=torch.int32)
+    copy_kv(*other, moved, flat, 11, store=True)
+    back = torch.zeros_like(flat)
+    copy_kv(*other, moved, back, 11, store=False)
+    assert torch.equal(back, flat)
+
+
+def check_program() -> None:
+    """P4 in small: whole, chunked, decoded, beside another."""
+    model = Interpreted()
+    tokens = [(7 * i) % GEOMETRY.vocab for i in range(20)]
+    assert model.device.kv is not None
+    whole = model.logits(model.run(batch_of([(tokens, 0, [3, 1], 0)])))
+    kv = model.device.kv[:, :, [3, 1]].clone()
+    assert torch.isfinite(whole).all()
+    for chunk in (7, 19):
+        for first in range(0, 20, chunk):
+            step = model.run(batch_of([(tokens[first : first + chunk], first, [9, 4], 1)]))
+        assert torch.equal(model.logits(step), whole), f"chunks of {chunk} differ"
+        assert torch.equal(model.device.kv[:, :, [9, 4], :, :4], kv[:, :, :, :, :4]), f"KV of chunks of {chunk} differs"
+    model.run(batch_of([(tokens[:19], 0, [20, 21], 2)]))
+    step = model.run(batch_of([(tokens[19:], 19, [20, 21], 2), (tokens[:5], 0, [30], 3)]))
+    assert torch.equal(model.logits(step)[:1], whole), "decode beside a prompt differs"
+    params = SamplingParams(max_tokens=4, temperature=0.9, min_p=0.01, seed=0x123456789ABCDEF0)
+    model.tables.set(2, params, 1, 0)
+    want = draw(model.logits(step)[0].numpy(), SlotState(params, 1, tokens, [])).token_id
+    assert model.draw(step)[0] == want, "the model's draw differs"
+    assert int(model.tables.last_tokens[2]) == want
+
+
+class _Waits:
+    """Stands for a stream or an event: on the CPU everything has happened already."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
+
+
+def check_backend() -> None:
+    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
+    stand_ins = {
+        "is_available": lambda: True,
+        "set_device": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "get_device_capability": lambda *_: (8, 0),
+        "mem_get_info": lambda *_: (1 << 30, 1 << 31),
+        "stream": lambda *_: nullcontext(),
+        "Stream": _Waits,
+        "Event": _Waits,
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **stand_ins),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+    ):
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend.load(probe_program(), ProbeWeights())
+        backend.allocate_kv(32, BLOCK, "bfloat16")
+        assert backend.kv_blocks_that_fit(BLOCK) > 0
+        backend.warm_up(64)
+        prompt = [(5 * i) % GEOMETRY.vocab for i in range(20)]
+        kinds = [
+            SamplingParams(max_tokens=9, temperature=0.9, seed=3),
+            SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, seed=4, logprobs=2),
+        ]
+        states = [SlotState(kind, 0, prompt) for kind in kinds]
+        for slot, kind in enumerate(kinds):
+            backend.bind_slot(slot, kind, 0, prompt, [])
+        tables = [[7, 2], [11, 9]]
+        batch = batch_of([(prompt, 0, table, slot) for slot, table in enumerate(tables)])
+        batch.capture_logits = True
+        ops = len(probe_program().ops)
+        backend.run(0, 9, batch)
+        backend.run(9, ops, batch)
+        for step in range(2):
+            drawn = backend.sample(batch)
+            logits = backend.logits()
+            want = [draw(logits[slot], state) for slot, state in enumerate(states)]
+            assert drawn == want, f"step {step}: {drawn} {want}"
+            for state, token in zip(states, want, strict=True):
+                state.push(token.token_id)
+            batch = batch_of([([-1], 20 + step, table, slot) for slot, table in enumerate(tables)])
+            batch.capture_logits = True
+            backend.run(0, ops, batch)
+        ahead = backend.logits().copy()
+        backend.sample(batch)
+        assert not np.array_equal(ahead, backend.logits())
+        raw = bytearray(21 * backend.kv_bytes_per_token_layer())
+        again = bytearray(len(raw))
+        for layer in range(GEOMETRY.num_layers):
+            backend.read_kv(layer, np.array(tables[0], np.int32), 0, 21, memoryview(raw))
+            backend.write_kv(layer, np.array([20, 21], np.int32), 0, 21, memoryview(raw))
+            backend.copy_block(21, 22)
+            backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
+            assert any(raw)
+            assert again == raw, f"layer {layer}"
+        assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
+        backend.close()
+
+
+def check_limits() -> None:
+    """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
+    check_draws("cpu", rounds=2)
+    with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
+        try:
+            check_draws("cpu", rounds=1)
+        except StartupError:
+            return
+    raise AssertionError("a wrong draw passed the start-up test")
+
+
+CHECKS = {
+    "limits": check_limits,
+    "backend": check_backend,
+    "linear": check_linear,
+    "attention": check_attention,
+    "sampler": check_sampler,
+    "kv_copy": check_kv_copy,
+    "program": check_program,
+}
+
+if __name__ == "__main__":
+    from tests.cuda import tensor_core_model
+
+    tensor_core_model.install()
+    CHECKS[sys.argv[1]]()

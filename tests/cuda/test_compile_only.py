@@ -1,0 +1,141 @@
+"""Compile the kernels for GPUs that are not here: tensor-core instructions present, nothing spilled, shared memory in limits."""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
+    pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
+
+from relay.kernels.cuda import (
+    attention_decode,
+    attention_hopper,
+    attention_prefill,
+    linear_choice,
+    sampler,
+    sampler_limits,
+)
+from relay.kernels.cuda.linear import LinearTile, linear_kernel
+from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
+
+LINEAR = {"x": "*bf16", "w": "*bf16", "w_pointer": "*bf16", "y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
+LINEAR |= {"x_stride": "i32", "y_stride": "i32"}
+ATTENTION = {
+    "qkv": "*bf16",
+    "k_cache": "*bf16",
+    "v_cache": "*bf16",
+    "block_tables": "*i32",
+    "work": "*i32",
+    "out": "*bf16",
+}
+ATTENTION |= {"positions": "*i32", "tokens": "*i32", "rows": "*i32", "partial": "*fp32", "stats": "*fp32"}
+ATTENTION |= {"table_stride": "i32", "qkv_stride": "i32", "c": "fp32"}
+TILES = sorted(
+    {
+        tile
+        for shape in ((6144, 4096), (4096, 4096), (4096, 14336), (960, 576))
+        for tile in linear_choice.tiles_for(*shape).values()
+    },
+    key=str,
+)
+
+
+def compile_linear(tile: LinearTile, capability: int) -> Compiled:
+    types = dict(LINEAR)
+    if tile.tma:
+        types["x"] = f"tensordesc<bf16[{tile.tokens}, {tile.depth}]>"
+        types["w"] = f"tensordesc<bf16[{tile.outputs}, {tile.depth}]>"
+    constants = {
+        "TOKENS": tile.tokens,
+        "OUTPUTS": tile.outputs,
+        "DEPTH": tile.depth,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+        "TMA": tile.tma,
+        "EVEN": True,
+        "STAGES": tile.stages,
+        "PREFETCH": 0,
+        "PDL": capability >= 90,
+    }
+    return compile_for(linear_kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
+
+
+@pytest.mark.parametrize("tile", [*TILES, linear_choice.TALL], ids=lambda tile: str(tile)[10:].replace(" ", ""))
+def test_linear_on_hopper(tile: LinearTile) -> None:
+    made = compile_linear(tile, 90)
+    assert made.spills == 0
+    assert made.shared <= SHARED_LIMIT[90]
+    wide = tile.outputs >= 64 if tile.swap else tile.tokens >= 64
+    assert made.counts.get("HGMMA" if wide else "HMMA", 0) > 0
+    assert (made.counts.get("UTMALDG", 0) > 0) == tile.tma
+    assert made.operand_widths <= {2}
+    assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
+
+
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_linear_elsewhere(capability: int) -> None:
+    made = compile_linear(LinearTile(16, 32, 128, 4, 4), capability)
+    assert made.spills == 0
+    assert made.shared <= SHARED_LIMIT[capability]
+    assert made.counts.get("HMMA", 0) > 0
+
+
+def attention_constants(**more: int) -> dict[str, int]:
+    return {"GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK": 64, "TILE": 64, "SPLIT": 512, **more}
+
+
+@pytest.mark.parametrize(("capability", "stages"), [(80, 3), (89, 2), (90, 3), (90, 7), (120, 2)])
+def test_decode_attention(capability: int, stages: int) -> None:
+    constants = attention_constants(ROWS=16, SPLITS=8, PDL=capability >= 90)
+    kernel = attention_decode.split_kernel
+    made = compile_for(kernel, ATTENTION, constants, capability, num_warps=4, num_stages=stages, enable_fp_fusion=False)
+    assert made.spills == 0
+    assert made.shared <= SHARED_LIMIT[capability]
+    assert (
+        made.counts.get("HMMA", 0) == 32
+    )  # 16 for the scores and 16 for the values of a tile: nothing is computed twice
+
+
+def test_prefill_attention_without_hopper_features() -> None:
+    constants = attention_constants(ROWS=64, PDL=True)
+    kernel = attention_prefill.prefill_kernel
+    made = compile_for(kernel, ATTENTION, constants, 90, num_warps=4, num_stages=2, enable_fp_fusion=False)
+    assert made.spills == 0
+    assert made.counts.get("HGMMA", 0) > 0
+    assert made.shared <= SHARED_LIMIT[90] // 2  # two programs a multiprocessor
+
+
+def test_hopper_prefill_overlaps_softmax_with_products() -> None:
+    layout = attention_hopper.shared_layout()
+    descriptor = f"tensordesc<bf16[64, 128],{layout!r}>"
+    types = {**ATTENTION, "k_desc": descriptor, "v_desc": descriptor}
+    constants = {"GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK": 64, "RING": attention_hopper.STAGES, "SHARED": layout}
+    constants["SHARED_OUT"] = True
+    types["items"] = "i32"
+    made = compile_for(attention_hopper.hopper_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
+    assert made.shared <= SHARED_LIMIT[90]
+    assert made.spills <= 16  # a few at entry, none in a loop
+    assert made.counts.get("UTMALDG", 0) > 0
+    # between the products of a step and the wait for them stand the exponentials of the next tile (32 a thread, and the factors)
+    assert max(made.exponentials_before_waits) >= 30
+
+
+def test_sampler_divides_and_never_contracts() -> None:
+    types = {
+        "logits": "*bf16",
+        "tops": "*fp32",
+        "scores": "*fp64",
+        "score_ids": "*i32",
+        "positions": "*i32",
+        "tokens": "*i32",
+    }
+    types |= {"slots": "*i32", "temperatures": "*fp64", "log_min_ps": "*fp64", "seeds": "*i32", "choices": "*i32"}
+    types |= {"vocab": "i32", "CHUNKS": "i32", "limits": "*i32", "counts": "*i32", "top_ks": "*i32", "top_ps": "*fp64"}
+    constants: dict[str, int] = {"CHUNK": sampler.CHUNK, "COUNT": 64, "LIMITS": True, "PDL": True}
+    made = compile_for(sampler.noise_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
+    assert "fma.rn.f64" not in made.ptx
+    assert "div.rn.f64" in made.ptx
+    constants = {"STRIDE": sampler_limits._STRIDE, "COUNT": 64, "PDL": True}
+    made = compile_for(sampler_limits.limit_kernel, types, constants, 90, num_warps=16, enable_fp_fusion=False)
+    assert "fma.rn.f64" not in made.ptx
+    assert made.spills == 0
