@@ -10,6 +10,7 @@ from relay.control import events as e
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
     Drain,
     Drained,
     EngineExited,
@@ -325,6 +326,26 @@ def test_hangs_and_kills_without_end_are_bounded() -> None:
             world.ready()
         assert world.clients[1].failure.code == "retries_exhausted"
         assert lost == bound + 1
+
+
+def test_engines_that_lost_the_gateway_blame_nobody() -> None:
+    """Found by `relay sim --seed 451`: an engine ends by itself when its connection is cut; that was blamed as a crash."""
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=30)
+    choice = world.core.state.requests[1].choices[0]
+    for _ in range(4):
+        key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
+        assert choice in world.core.state.workers["worker-0"].live
+        world.handle(e.ConnectionLost(key, "engine", "connection reset"))
+        world.handle(e.WorkerMessage(key, EngineExited(status=GATEWAY_LOST_STATUS)))
+        world.kill(key, 9)
+        for event in world.endings.pop(key):
+            world.handle(event)
+        world.advance(until_ns=world.now_ns + 3 * SECOND)
+        world.ready()
+    assert choice.blames == 0
+    world.settle()
+    assert world.clients[1].finished
 
 
 def test_the_agents_word_may_come_after_the_exit() -> None:

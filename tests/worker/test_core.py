@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
     Accept,
     CacheChanged,
     Cancel,
@@ -488,7 +489,7 @@ def test_lost_gateway_ends_the_engine(world):
     w.order(Run(work(LONG)))
     w.events.append(GatewayLost(0, "EOF"))
     w.think()
-    assert w.exited[0] == 1
+    assert w.exited[0] == GATEWAY_LOST_STATUS
     assert "EOF" in w.exited[1]
 
 

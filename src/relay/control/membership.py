@@ -23,10 +23,19 @@ from relay.control.requests import Choice
 from relay.control.state import LIVE, ClusterState
 from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
 from relay.control.workers import Worker
-from relay.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, Drain, EngineExited, Heartbeat, Hello
+from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Drain,
+    EngineExited,
+    Heartbeat,
+    Hello,
+)
 
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
+NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
 
@@ -120,7 +129,9 @@ class Membership:
             self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
         worker.last_cause = f"engine exited with {how}"
         worker.engine_exit = message
-        crashed = message.signal in CRASH_SIGNALS or (message.signal is None and message.status not in (0, None))
+        crashed = message.signal in CRASH_SIGNALS or (
+            message.signal is None and message.status not in NO_CRASH_STATUSES
+        )
         victims, worker.victims = worker.victims, []
         if crashed:
             for choice, mark in victims:
