@@ -328,6 +328,23 @@ def test_hangs_and_kills_without_end_are_bounded() -> None:
         assert lost == bound + 1
 
 
+def test_a_poison_does_not_outrun_the_agents_reports() -> None:
+    """Found by `relay sim --seed 30`: failover is faster than blame, and one poison request crashed a fourth engine."""
+    world = World(first, [(name, "both") for name in "abcd"]).ready()
+    world.submit([666] * 20)
+    choice = world.core.state.requests[1].choices[0]
+    lost = []
+    for _ in range(3):
+        assert choice.decode is not None
+        lost.append(choice.decode.key)
+        world.handle(e.ConnectionLost(lost[-1], "engine", "EOF"))
+    assert len({key.worker for key in lost}) == 3
+    assert choice.state is ChoiceState.WAITING, "a fourth engine must wait for the reports"
+    for key in lost:
+        world.handle(e.WorkerMessage(key, EngineExited(signal=11)))
+    assert world.clients[1].failure.code == "quarantined"
+
+
 def test_engines_that_lost_the_gateway_blame_nobody() -> None:
     """Found by `relay sim --seed 451`: an engine ends by itself when its connection is cut; that was blamed as a crash."""
     world = World(first, ONE).ready()

@@ -47,7 +47,11 @@ class Router:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
         if not ready:
             return None
-        if choice.blames >= self._state.config.retry.max_blames - 1:
+        # Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is.
+        suspicion, max_blames = choice.blames + choice.unexplained, self._state.config.retry.max_blames
+        if choice.unexplained and suspicion >= max_blames:
+            return None
+        if suspicion >= max_blames - 1:
             return self._alone(choice, ready, now_ns)
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]

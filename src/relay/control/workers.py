@@ -44,6 +44,7 @@ class Worker:
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
+        self.explained = True  # False while the agent of a lost engine may still say why it ended
         self.last_cause = ""
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
