@@ -227,10 +227,7 @@ class Dispatcher:
         choice.prefill = choice.decode = None
         choice.ahead.clear()
         self._state.queue.remove(choice)
-        if choice.blames:
-            for worker in self._state.workers.values():
-                if worker.exclusive is choice:
-                    worker.exclusive = None
+        self._state.release_exclusive(choice)
 
     def _doubt(self, choice: Choice, now_ns: int) -> None:
         """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""

@@ -53,6 +53,8 @@ class Router:
             return None
         if suspicion >= max_blames - 1:
             return self._alone(choice, ready, now_ns)
+        if choice.troubled:
+            self._state.release_exclusive(choice)  # a loss under it turned out to be no crash
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
