@@ -6,15 +6,17 @@ it in ``audit`` (every 50 ms of virtual time) and ``quiesced`` (at the end).
 
 from typing import TYPE_CHECKING
 
+from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.state import LIVE
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import SequenceKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, Tokens
 from relay.sim.backend import LAYERS
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import TICK_NS, EngineProcess
 from relay.sim.kernel import Violation
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.events import Event as WorkerEvent
@@ -36,10 +38,12 @@ STATEMENTS = {
     "I11": "a poison request kills at most three engines, and no innocent is quarantined",
     "I12": "after the faults end every worker is ready again and serves",
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
     "core": "the cores' own invariants hold and no core raises",
 }
-OWNERLESS_NS = 500_000_000  # how long a healthy worker may hold what nobody wants any more
-AUDIT_NS = 50_000_000
+OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
+AUDIT_NS = 25_000_000
+TICKS = 4  # how many ticks late a deadline may be noticed
 
 _Fingerprint = tuple[int, int]
 
@@ -216,7 +220,45 @@ class Checkers:
             orphans = [t for t in engine.transport.open_transfers() if t not in engine.core.held.by_transfer]
             if orphans and not engine.inbox:
                 raise Violation("I8", f"{node.key.worker} keeps transfers {orphans} of no sequence")
+            self._transfers(engine)
         self._ownerless = ownerless
+        self._deadlines()
+
+    def _deadlines(self) -> None:
+        """A calm gateway has noticed by now what it must notice."""
+        world = self._world
+        now_ns = world.kernel.now_ns
+        state = world.gateway.core.state
+        detector, slack_ns = state.config.detector, int(TICKS * state.config.tick_s * SECOND)
+        # Its own stalls excuse it, and half of the workers silent at once let it wait once more.
+        awake_ns = now_ns - world.calm_since_ns("")
+        silence_ns = 2 * int(detector.dead_after_s * SECOND) + slack_ns
+        for worker in state.workers.values():
+            silent_ns = min(awake_ns, now_ns - world.gateway.heard_ns.get(worker.key, now_ns))
+            if worker.state in LIVE and silent_ns > silence_ns:
+                raise Violation(
+                    "detection", f"{worker.id} is {worker.state.value}, silent for {silent_ns / SECOND:.1f} s"
+                )
+        bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
+        for request in state.requests.values():
+            for choice in request.choices:
+                bound_s = bounds.get(choice.state)
+                age_ns = min(awake_ns, now_ns - choice.changed_ns)
+                if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
+                    raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
+
+    def _transfers(self, engine: EngineProcess) -> None:
+        """No transfer outlives its lease."""
+        if engine.stopped:
+            return
+        now_ns = self._world.kernel.now_ns
+        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
+            if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
+                raise Violation(
+                    "detection",
+                    f"{engine.key.worker}: transfer {transfer} lives, its peer is silent for {silent_ns / SECOND:.1f} s",
+                )
 
     def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
         choice = self._choice(key.request, key.choice)
@@ -229,6 +271,8 @@ class Checkers:
         world = self._world
         state = world.gateway.core.state
         self._core_state()
+        if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
+            raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
         if state.requests or len(state.queue):
             raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
         if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):

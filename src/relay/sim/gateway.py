@@ -11,7 +11,7 @@ from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
-from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, Heartbeat, Hello, Message, Rejected, Welcome
 from relay.sim.backend import VOCAB
 from relay.sim.engine import MODEL_DIGEST
 from relay.sim.kernel import Kernel
@@ -83,6 +83,7 @@ class GatewayNode(Process):
         self.connections: dict[int, _Connection] = {}
         self._bound: dict[tuple[WorkerKey, str], _Connection] = {}
         self.timers: dict[e.TimerKey, int] = {}
+        self.heard_ns: dict[WorkerKey, int] = {}  # last heartbeat that arrived, for checkers
         self._pending: deque[c.Command] = deque()
         self._executing = False
         self._execute = execute
@@ -97,6 +98,8 @@ class GatewayNode(Process):
     def handle(self, event: e.Event) -> list[c.Command]:
         """Let the core handle ``event`` and carry out what it wants done."""
         self._before(event)
+        if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
+            self.heard_ns[event.worker] = self.kernel.now_ns
         commands = self.core.handle(event, self.kernel.now_ns)
         self._observe(event, commands)
         self._pending += commands

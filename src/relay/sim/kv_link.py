@@ -37,6 +37,7 @@ from relay.transfer.frame import (
 )
 from relay.transfer.handshake import mismatch
 from relay.transfer.inbound import ReceptionTable
+from relay.transfer.receiver import ReceiverState
 from relay.transfer.sender import Outgoing, Sender, SenderState
 
 
@@ -92,7 +93,7 @@ class OutboundLink:
         self._order = order
         self._stream = FrameStream()
         self._side: Side | None = None
-        self._greeted = False
+        self.greeted = False
         self.closed = False
         self.sendings: dict[int, _Sending] = {}
         transport.network.dial(transport.host, "kv", order.addresses[0], transport.guard(self._dialled))
@@ -113,7 +114,7 @@ class OutboundLink:
             return
         try:
             for header, payload in self._stream.feed(data):
-                if self._greeted:
+                if self.greeted:
                     sending = self.sendings.get(header.transfer)
                     if sending is not None:
                         sending.sender.receive(header, payload, self._transport.clock.now_ns())
@@ -137,7 +138,7 @@ class OutboundLink:
         if problem:
             self.close(problem)
             return False
-        self._greeted = True
+        self.greeted = True
         for sending in list(self.sendings.values()):
             sending.sender.link_opened(self._transport.clock.now_ns())
             self.flush(sending)
@@ -150,7 +151,7 @@ class OutboundLink:
             Sender(order, transport.identity.incarnation, transport.identity.layout, transport.limits, now_ns)
         )
         self.sendings[order.transfer] = sending
-        if self._greeted:
+        if self.greeted:
             sending.sender.link_opened(now_ns)
             self.flush(sending)
 
@@ -162,7 +163,7 @@ class OutboundLink:
 
     def tick(self, now_ns: int) -> None:
         for sending in list(self.sendings.values()):
-            if self._greeted:
+            if self.greeted:
                 sending.sender.tick(now_ns)
             self.flush(sending)
 
@@ -189,7 +190,7 @@ class OutboundLink:
 
     def _send(self, sending: _Sending) -> None:
         side = self._side
-        if side is None or not self._greeted:
+        if side is None or not self.greeted:
             return
         while (outgoing := sending.sender.next_frame()) is not None:
             header, payload = outgoing.header, outgoing.payload
@@ -310,6 +311,21 @@ class SimTransport:
         """Transfers that this engine sends or receives, for checkers."""
         sending = [transfer for link in self._links.values() for transfer in link.sendings]
         return sending + [transfer for transfer in self.receiving if self.table.get(transfer) is not None]
+
+    def silences(self, now_ns: int) -> list[tuple[int, int, int]]:
+        """(transfer, ns since its peer was heard, its lease) of open transfers, for checkers."""
+        limits = self.limits
+        senders = [
+            sending.sender for link in self._links.values() if link.greeted for sending in link.sendings.values()
+        ]
+        found = [(sender.order.transfer, now_ns - sender._heard_ns, limits.lease_ns) for sender in senders]
+        for transfer in self.receiving:
+            reception = self.table.get(transfer)
+            if reception is not None:
+                receiver = reception.receiver
+                lease_ns = limits.open_lease_ns if receiver.state is ReceiverState.RESERVED else limits.lease_ns
+                found.append((transfer, now_ns - receiver._heard_ns, lease_ns))
+        return found
 
     def open_send(self, order: SendOrder) -> None:
         key = (order.target, order.target_incarnation)

@@ -49,6 +49,7 @@ class Run:
     counts: dict[str, int]
     trace_hash: str
     failure: Failure | None
+    story: list[str]
     tape: Tape
 
 
@@ -105,6 +106,7 @@ def run_tape(tape: Tape) -> Run:
         dict(kernel.counts),
         kernel.trace_hash,
         failure,
+        kernel.story(STORY_LINES),
         tape,
     )
 
