@@ -268,7 +268,7 @@ def test_poison_is_quarantined_and_nobody_else_suffers() -> None:
 
 
 def test_a_suspect_is_not_alone_where_another_may_still_compute() -> None:
-    """Found by `relay sim --seed 225`: a cancelled poison's last step crashed the engine of an innocent suspect that ran "alone"."""
+    """Found by `relay sim --seed 225`: a cancelled poison's last step crashed an engine on which an innocent ran "alone"."""
     world = World(first, ONE).ready()
     world.submit([666] * 20)
     world.submit([7] * 20, max_tokens=30)

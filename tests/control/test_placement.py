@@ -303,7 +303,7 @@ def test_prefill_and_decode_of_a_request_have_equal_numerics() -> None:
     loss(world, "prefill-1")
     world.submit(LONG[::-1])
     assert [type(order) for order in sent(world, "decode-0")].count(Run) == 2, "D computes alone what no P may"
-    assert not [choice for choice in core.state.workers["prefill-0"].live]
+    assert not core.state.workers["prefill-0"].live
 
 
 def test_tables_are_closed() -> None:

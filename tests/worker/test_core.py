@@ -181,7 +181,7 @@ def test_what_fits_but_finds_the_queue_full_is_refused_for_now(world, kind):
     w.order(Run(work(LONG)))
     request = work(LONG, request=2)
     w.order({"run": Run(request), "prefill": Prefill(request, 1, 0, [], "d", 1)}[kind])
-    for event in [*w.events]:
+    while w.events:
         w._carry_out(w.core.handle(w.events.popleft(), 0))
     (refusal,) = w.sent(Refuse)
     assert (refusal.reason, refusal.request) == ("full", 2)

@@ -79,7 +79,8 @@ def _one(run: Run, as_json: bool, story: bool) -> int:
     else:
         faults = sum(run.faults.values())
         click.echo(
-            f"seed {run.seed}: {run.requests} requests, {faults} faults, {run.events} events, nothing broken; trace {run.trace_hash}"
+            f"seed {run.seed}: {run.requests} requests, {faults} faults, {run.events} events, "
+            f"nothing broken; trace {run.trace_hash}"
         )
         if story:
             click.echo("\n".join(run.story))

@@ -1,8 +1,8 @@
 """A backend without arithmetic: K and V are hashes, and so is every token.
 
-K/V of position t in layer l hash what the layer below saw of positions 0..t, read from the blocks. So token n is a hash of numerics id,
-seed, parameters, prompt and the tokens before it, and a stale, partial, misplaced or foreign block changes every later token.
-``Oracle`` gives the same tokens from a plain loop without blocks, slots or batches.
+K/V of position t in layer l hash what the layer below saw of positions 0..t, read from the blocks. So token n is a hash of
+numerics id, seed, parameters, prompt and the tokens before it, and a stale, partial, misplaced or foreign block changes every
+later token. ``Oracle`` gives the same tokens from a plain loop without blocks, slots or batches.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ I1 is checked by every client on every delivery (``clients.py``); the others her
 it in ``audit`` (every 50 ms of virtual time) and ``quiesced`` (at the end).
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relay.config import SECOND
@@ -14,7 +15,7 @@ from relay.control.requests import MAX_AHEAD_TOKENS, Choice
 from relay.control.state import LIVE
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import SequenceKey
-from relay.protocol.messages import Accept, Refuse, SequenceFailed, Tokens
+from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.backend import LAYERS
 from relay.sim.engine import TICK_NS, EngineProcess
 from relay.sim.kernel import Violation
@@ -67,19 +68,19 @@ class Checkers:
         message = event.message
         state = self._world.gateway.core.state
         current = state.current(event.worker)
-        entries: list[Accept | Refuse | SequenceFailed] | list[object]
+        entries: Sequence[TokenEntry | Accept | Refuse | SequenceFailed]
         if isinstance(message, Tokens):
-            entries = list(message.entries)
+            entries = message.entries
         elif isinstance(message, Accept | Refuse | SequenceFailed):
             entries = [message]
         else:
             return
         for entry in entries:
-            choice = self._choice(entry.request, entry.choice)  # type: ignore[attr-defined]
+            choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
                 continue
             workers = (choice.prefill, choice.decode)
-            if current is None or current not in workers or choice.attempt != entry.attempt:  # type: ignore[attr-defined]
+            if current is None or current not in workers or choice.attempt != entry.attempt:
                 self._world.kernel.sometimes("stale message")
                 self._stale.append((choice, (len(choice.committed), choice.attempt)))
 
@@ -92,9 +93,9 @@ class Checkers:
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
-                choice = self._choice(entry.request, entry.choice)
-                if choice is not None:
-                    self._committed(choice, commands)
+                spoken_of = self._choice(entry.request, entry.choice)
+                if spoken_of is not None:
+                    self._committed(spoken_of, commands)
         else:
             self._core_state()
         self._bounds()
@@ -138,9 +139,8 @@ class Checkers:
                     continue
                 if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
                     raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-                if prefill is not None and choice.state is ChoiceState.HANDOFF:
-                    if prefill.numerics_id != decode.numerics_id:
-                        raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
+                if prefill is not None and prefill.numerics_id != decode.numerics_id:
+                    raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state

@@ -1,4 +1,4 @@
-"""A simulated engine process: the production worker core, scheduler, runner and step executor in a shell without sockets and threads.
+"""A simulated engine: the production worker core, scheduler, runner and step executor in a shell without sockets and threads.
 
 The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn handles them all and then lets the core plan.
 """

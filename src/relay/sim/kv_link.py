@@ -277,7 +277,7 @@ class InboundLink:
 
 
 class SimTransport:
-    """``Transport`` over the simulated network. ``guard`` makes a callback run in the engine process: later or never if it cannot."""
+    """``Transport`` over the simulated network. ``guard`` makes a callback run in the engine process, later or never if it must."""
 
     def __init__(
         self,

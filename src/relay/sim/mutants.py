@@ -56,14 +56,22 @@ def _resume_off_by_one(original: Any) -> Any:
 
 
 def _no_attempt_check(original: Any) -> Any:
-    def tokens(path: TokenPath, worker: Worker, message: Any, now_ns: int) -> None:
-        for entry in message.entries:
-            request = path._state.requests.get(entry.request)
-            if request is not None:
-                entry.attempt = request.choices[entry.choice].attempt
+    def placed(dispatcher: Dispatcher, worker: Worker, message: Any) -> Choice | None:
+        request = dispatcher._state.requests.get(message.request)
+        choice = request.choices[message.choice] if request is not None else None
+        return choice if choice is not None and worker in (choice.decode, choice.prefill) else None
+
+    return placed
+
+
+def _failures_of_any_attempt(original: Any) -> Any:
+    def failed(path: TokenPath, worker: Worker, message: Any, now_ns: int) -> None:
+        request = path._state.requests.get(message.request)
+        if request is not None:
+            message.attempt = request.choices[message.choice].attempt
         original(path, worker, message, now_ns)
 
-    return tokens
+    return failed
 
 
 def _no_cancel(original: Any) -> Any:
@@ -294,7 +302,8 @@ def _unbooked(original: Any) -> Any:
 
 MUTANTS = (
     Mutant("resume off by one", Choice, "work", _resume_off_by_one),
-    Mutant("no attempt check on tokens", TokenPath, "tokens", _no_attempt_check),
+    Mutant("no attempt check on answers", Dispatcher, "_placed", _no_attempt_check),
+    Mutant("no attempt check on failures", TokenPath, "failed", _failures_of_any_attempt),
     Mutant("no cancel fan-out", Dispatcher, "_cancel_at", _no_cancel),
     Mutant("cancel does not reach decode", Dispatcher, "_cancel", _cancel_only_prefill),
     Mutant("repeated tokens are delivered again", TokenPath, "_trim", _trim_keeps_all),

@@ -1,4 +1,4 @@
-"""A simulated network of reliable, ordered connections, as TCP gives them: bytes are late, never lost or doubled, until a connection ends.
+"""A simulated network of reliable, ordered connections, as TCP gives them: bytes are late, never lost, until a connection ends.
 
 A one-way partition holds bytes back; if it outlasts ``USER_TIMEOUT_NS`` both ends see the connection fail. Order between
 connections is free. Damage is for KV connections only: control connections trust TCP's own checksum, KV frames carry theirs.
@@ -17,7 +17,7 @@ KIND_AT = 5  # in a KV frame: magic, version, kind
 
 
 class Side:
-    """One end of a connection. The owner sets ``on_data`` and ``on_close``; neither is called after ``on_close`` or own ``close``."""
+    """One end of a connection. The owner sets ``on_data`` and ``on_close``; neither is called after ``close`` or ``on_close``."""
 
     def __init__(self, network: "Network", host: str, kind: str, number: int) -> None:
         self._network = network

@@ -14,13 +14,13 @@ class Process:
         self.kernel = kernel
         self.alive = True
         self._stops = 0
-        self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     @property
     def stopped(self) -> bool:
         return self._stops > 0
 
-    def run(self, handler: Callable[..., None], *arguments: Any) -> None:
+    def run(self, handler: Callable[..., object], *arguments: Any) -> None:
         if not self.alive:
             return
         if self._stops:
@@ -36,7 +36,7 @@ class Process:
 
         return guarded
 
-    def after(self, delay_ns: int, handler: Callable[..., None], *arguments: Any) -> None:
+    def after(self, delay_ns: int, handler: Callable[..., object], *arguments: Any) -> None:
         """A timer of this process."""
         self.kernel.after(delay_ns, self.run, handler, *arguments)
 

@@ -1,4 +1,4 @@
-"""A simulated worker: agent and engine on one host, whose ends are tied to each other as in production (``worker/agent_loop.py``)."""
+"""A simulated worker: agent and engine on one host; each ends with the other, as in ``worker/agent_loop.py``."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ class WorkerNode:
         self._side: Side | None = None
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
         load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
-        self._boot = lambda: EngineProcess(
+        self._boot: Callable[[], EngineProcess] = lambda: EngineProcess(
             kernel, network, swarm, key, role, numerics, self._engine_exited, observe, poisoned
         )
         self.agent.after(load_ns, self._start_engine)

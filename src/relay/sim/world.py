@@ -203,7 +203,7 @@ class World:
         self.kernel.sometimes(f"{'refused' if refused else 'failed'}: {failure.code}")
         code = failure.code
         total = len(client.submission.token_ids) + client.submission.params.max_tokens
-        disturbed = self.num_faults > client.expectation.faults_before or self.phase == "chaos" and bool(self.faults)
+        disturbed = self.num_faults > client.expectation.faults_before or (self.phase == "chaos" and bool(self.faults))
         if failure.status in (429, 503) and code != "numerics_changed" and not (failure.retry_after_s or 0) >= 1:
             raise Violation("I5", f"request {client.request}: {code} without a time to retry after")
         if refused:

@@ -1,0 +1,48 @@
+"""The alarm rings: planted bugs are found, reported with what is needed to see them again, and gone afterwards."""
+
+import json
+
+import pytest
+
+from relay.cli import main
+from relay.sim.mutants import MUTANTS, planted, seeds_needed
+from relay.sim.run import run_seed
+
+CANARIES = ("no cancel fan-out", "stale epoch and attempt accepted", "shared block released twice", "Retry-After 0")
+
+
+def by_name(name: str):
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary_mutants_are_found(name: str) -> None:
+    needed = seeds_needed(by_name(name), 20)
+    assert needed is not None
+    assert run_seed(needed - 1).failure is None, "the bug is still there"
+
+
+def test_mutants_have_names_of_their_own_and_change_something() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        original = mutant.owner.__dict__[mutant.attribute]
+        with planted(mutant):
+            assert mutant.owner.__dict__[mutant.attribute] is not original
+        assert mutant.owner.__dict__[mutant.attribute] is original
+
+
+def test_the_report_of_a_violation() -> None:
+    with planted(by_name("Retry-After 0")):
+        failure = next(run.failure for run in map(run_seed, range(20)) if run.failure is not None)
+    lines = failure.report().splitlines()
+    assert lines[0].startswith(f"seed {failure.seed}: I5 is broken")
+    assert lines[-1] == f"replay: relay sim --seed {failure.seed}"
+    assert len(lines) <= 46
+    assert any("request" in line for line in failure.story)
+
+
+def test_json_of_the_mutants(capsys) -> None:
+    assert main.run(["sim", "--mutants", "--mutant", "no cancel", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["mutants"], answer["found"]) == (1, 1)
+    assert answer["seeds_needed"]["no cancel fan-out"] >= 1
