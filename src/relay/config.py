@@ -16,6 +16,9 @@ DTYPES = ("auto", "float32")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
+MAX_THREADS = 1024
+MAX_BLOCK_SIZE = 1 << 12
+MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
 REFERENCE_STEP_DEADLINE_S = 600.0
 
@@ -49,7 +52,10 @@ class DetectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RestartConfig:
-    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker."""
+    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
+
+    A worker that was ready and then killed comes back at once however often that happens.
+    """
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
@@ -65,6 +71,7 @@ class RetryConfig:
     """Bounds on placing one choice again. Counters restart whenever the choice commits a token."""
 
     max_failures: int = 8
+    max_losses: int = 100  # workers killed under it, which is nobody's fault
     max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025
@@ -116,19 +123,24 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
-        _check(self.threads >= 0, "--threads must be 0 (all cores) or more")
+        _check(
+            0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
+        )
         _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         _check(
             self.kv_cache_dtype in KV_DTYPES,
             f"--kv-cache-dtype: {self.kv_cache_dtype!r} is none of {', '.join(KV_DTYPES)}",
         )
         _check(
-            self.block_size >= UNIT_TOKENS and self.block_size % UNIT_TOKENS == 0,
-            f"--block-size must be a multiple of {UNIT_TOKENS}, not {self.block_size}",
+            UNIT_TOKENS <= self.block_size <= MAX_BLOCK_SIZE and self.block_size % UNIT_TOKENS == 0,
+            f"--block-size must be a multiple of {UNIT_TOKENS} up to {MAX_BLOCK_SIZE}, not {self.block_size}",
         )
         _check(self.max_model_len is None or self.max_model_len >= 1, "--max-model-len must be at least 1")
         _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
-        _check(self.max_num_batched_tokens >= UNIT_TOKENS, f"--max-num-batched-tokens must be at least {UNIT_TOKENS}")
+        _check(
+            UNIT_TOKENS <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
+            f"--max-num-batched-tokens must be {UNIT_TOKENS} to {MAX_STEP_TOKENS}, not {self.max_num_batched_tokens}",
+        )
         _check(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
@@ -156,10 +168,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
         _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
         _check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
-        _check(self.grace_s >= 0, "--grace must not be negative")
+        _check(self.grace_s >= 0, "--grace must be a number of seconds of at least 0")
         _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
 
     def resolved_control(self) -> ControlConfig:

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import math
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -92,6 +92,7 @@ class FakeGateway:
         self._step_s = step_s
         self._slots = slots
         self._queue = queue
+        self.numerics_after_submit: str | None = None  # what a first worker, ready only after a request came, names
         self._running: list[_Running] = []
         self._next = 0
         self._ticking = False
@@ -114,6 +115,9 @@ class FakeGateway:
     def model(self) -> ModelInfo:
         return self._info
 
+    def name_numerics(self, numerics_id: str) -> None:
+        self._info = replace(self._info, numerics_id=numerics_id)
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -125,6 +129,8 @@ class FakeGateway:
             raise SubmissionRefused(RequestFailure(429, "queue_full", "Too many requests are queued.", 1))
         self._next += 1
         self.submissions.append(submission)
+        if self.numerics_after_submit is not None:
+            self.name_numerics(self.numerics_after_submit)
         self._running += [_Running(self._next, choice, submission, sink) for choice in range(submission.n)]
         if not self._ticking:
             self._ticking = True

@@ -132,6 +132,23 @@ def test_numbers_that_are_not_finite(client: httpx.Client, gateway: FakeGateway,
     assert gateway.submissions == []
 
 
+def test_a_bias_that_is_not_finite(client: httpx.Client) -> None:
+    raw = '{"prompt": "hi", "max_tokens": 2, "logit_bias": {"5": 1, "7": NaN}}'
+    response = client.post(TEXT, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert _error(response)["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("message", [{}, {"content": None}])
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_only_assistants_may_have_said_nothing(client: httpx.Client, role: str, message: dict[str, Any]) -> None:
+    response = client.post(CHAT, json={"messages": [{"role": role, **message}], "max_tokens": 1})
+    assert response.status_code == 400
+    assert _error(response)["param"] == "messages[0].content"
+    spoken = [{"role": "assistant", **message}, {"role": role, "content": ""}]
+    assert client.post(CHAT, json={"messages": spoken, "max_tokens": 1}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -324,3 +324,23 @@ def test_answers_are_json_without_raw_newlines(client: httpx.Client) -> None:
     assert json.loads(client.post(TEXT, json=_body(TEXT, "a\n", echo=True)).text)["choices"][0]["text"].startswith(
         "a\n"
     )
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_request_sent_before_the_first_worker_has_a_fingerprint(
+    client: httpx.Client, gateway: FakeGateway, path: str
+) -> None:
+    for streamed in (False, True):
+        gateway.name_numerics("")
+        gateway.numerics_after_submit = "numerics-1"
+        answers = stream(client, path, _body(path)) if streamed else [_plain(client, path, _body(path))]
+        assert {answer["system_fingerprint"] for answer in answers} == {"numerics-1"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nothing_is_answered_without_a_fingerprint(client: httpx.Client, gateway: FakeGateway, streamed: bool) -> None:
+    gateway.name_numerics("")
+    response = client.post(TEXT, json=_body(TEXT, max_tokens=0, echo=True, stream=streamed))
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "no_workers"

@@ -1,13 +1,17 @@
 """The command line itself: help without heavy imports, one line for errors, exit codes."""
 
+import json
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
 from tests.cli.serving import ENVIRONMENT
 
 from relay import __version__
 from relay.cli import main
+from relay.cli.server import first_request
 from relay.config import ServeConfig, WorkerConfig, parse_bytes
 from relay.errors import RelayError, UsageError
 
@@ -35,13 +39,43 @@ def test_usage_errors_are_one_line(capsys, arguments):
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [[], ["model"]])
+def test_a_bare_command_shows_its_help(capsys, arguments):
+    assert main.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Usage: relay")
+    assert captured.err.count("\n") > 5
+
+
+@pytest.mark.parametrize("command", ["serve", "verify"])
+def test_every_option_is_explained(command):
+    group = main.cli
+    options = group.get_command(click.Context(group), command).params
+    assert [option.name for option in options if isinstance(option, click.Option) and not option.help] == []
+
+
+def test_first_request_is_bounded_and_survives_the_shell():
+    words = shlex.split(first_request("http://127.0.0.1:8000", 'it\'s "tiny"'))
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == 'it\'s "tiny"'
+    assert 0 < body["max_tokens"] <= 500
+
+
 def test_status_without_a_server_is_one_line(capsys):
     assert main.run(["status", "--url", "http://127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("relay: no answer from http://127.0.0.1:1/status: ")
+    assert capsys.readouterr().err == (
+        "relay: no server at http://127.0.0.1:1; start one with: relay serve, or name another with --url\n"
+    )
+
+
+def test_status_of_an_unknown_host_is_one_line(capsys):
+    assert main.run(["status", "--url", "http://relay.invalid"]) == 1
+    assert capsys.readouterr().err.startswith("relay: no answer from http://relay.invalid/status: ")
 
 
 def test_status_of_something_else_is_one_line(capsys):
-    assert main.run(["status", "--url", "file:///etc/passwd"]) == 1
+    assert main.run(["status", "--url", "file:///etc/passwd"]) == 2
     assert "does not begin with http" in capsys.readouterr().err
 
 
@@ -87,6 +121,9 @@ def test_slots():
         {"max_num_batched_tokens": 15},
         {"max_num_seqs": 513},
         {"threads": -1},
+        {"threads": 100_000},
+        {"block_size": 1 << 30},
+        {"max_num_batched_tokens": 10**20},
         {"kv_cache_memory_bytes": 0},
         {"max_model_len": 0},
         {"kv_cache_dtype": "int3"},
@@ -99,7 +136,16 @@ def test_worker_settings_are_checked(values):
 
 
 @pytest.mark.parametrize(
-    "values", [{"port": 65536}, {"port": -1}, {"prefill": 65}, {"seed": -1}, {"grace_s": -1.0}, {"decode": 0}]
+    "values",
+    [
+        {"port": 65536},
+        {"port": -1},
+        {"prefill": 65},
+        {"seed": -1},
+        {"grace_s": -1.0},
+        {"decode": 0},
+        {"served_model_name": ""},
+    ],
 )
 def test_serve_settings_are_checked(values):
     with pytest.raises(UsageError):

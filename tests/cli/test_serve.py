@@ -175,7 +175,7 @@ def test_port_in_use_is_one_line_before_anything_starts(launch):
         (["--no-such-flag"], 2, "--no-such-flag"),
         (["--max-model-len", "100000"], 2, "--max-model-len 100000"),
         (["--host", "203.0.113.1"], 2, "203.0.113.1"),
-        (["--kv-cache-memory", "4k"], 4, "kv_cache_memory of 4096 bytes"),
+        (["--kv-cache-memory", "4k"], 4, "--kv-cache-memory of 4096 bytes"),
         (["--kv-cache-memory", "64k", "--max-model-len", "500"], 4, "--max-model-len 500 does not fit"),
     ],
 )

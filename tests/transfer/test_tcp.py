@@ -149,6 +149,18 @@ def test_another_incarnation_of_the_target_is_refused(pair):
     assert event.reason.endswith("d incarnation 1 answered for d 2")
 
 
+def test_a_channel_closed_by_another_thread_says_so(pair):
+    channel = dial(tuple(pair[1].transport.addresses))
+    channel.close()
+    for use in (
+        lambda: channel.set_timeout(None),
+        lambda: channel.send(b"x", b""),
+        lambda: channel.receive_into(memoryview(bytearray(1))),
+    ):
+        with pytest.raises(ChannelClosed):
+            use()
+
+
 def test_nobody_there(pair):
     source, target = pair
     with socket.create_server(("127.0.0.1", 0)) as server:

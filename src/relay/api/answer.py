@@ -129,6 +129,8 @@ class Answer:
         """Queue every prompt. Raises ApiError, after taking back what was queued, if one is refused."""
         for submission, choices in zip(self.job.submissions, self.job.choices, strict=True):
             if submission.params.max_tokens == 0:
+                if not self.gateway.model.numerics_id:  # answered here, but nobody could say for which numerics
+                    raise ApiError("No worker is ready yet.", status=503, code="no_workers", retry_after_s=1)
                 for choice in choices:
                     choice.finish_reason = "length"
                     self.show(choice, "")

@@ -12,6 +12,7 @@ _T = TypeVar("_T")
 _PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?([A-Za-z0-9_]*)([^`]*)`$", re.DOTALL)
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _KEY_BEFORE = re.compile(rb'"([A-Za-z0-9_]{1,64})"\s*:[\s\[]*-?\Z')
+_LOGIT_BIAS_BEFORE = re.compile(rb'"logit_bias"\s*:\s*\{[^{}]*\Z')  # its keys are token ids, not fields
 _NON_FINITE = re.compile(rb"(NaN|Infinity)")
 
 
@@ -90,7 +91,7 @@ def _malformed(body: bytes, reason: str) -> ApiError:
         at = int(byte.group(1))
         key = _KEY_BEFORE.search(body[max(0, at - 128) : at])
         if key is not None and _NON_FINITE.match(body, at):
-            field = key.group(1).decode()
+            field = "logit_bias" if _LOGIT_BIAS_BEFORE.search(body[:at]) else key.group(1).decode()
             return ApiError(
                 f"Invalid value for '{field}': it must be a finite number.", param=field, code="invalid_value"
             )

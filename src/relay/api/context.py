@@ -45,12 +45,13 @@ class Identity:
 
     mark = "\x00relay text\x00"  # stands for a chunk's text while its frame is encoded
 
-    def __init__(self, prefix: str, kind: str, model: str, fingerprint: str) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, gateway: Gateway) -> None:
+        """The fingerprint is read when something is encoded: a request that came before the first worker has none to name."""
         self.id = f"{prefix}-{secrets.token_hex(16)}"
         self.kind = kind
         self._created = int(time.time())
         self._model = model
-        self._fingerprint = fingerprint
+        self._gateway = gateway
 
     def encode(
         self,
@@ -61,7 +62,14 @@ class Identity:
         """One answer or chunk as JSON."""
         return _encode(
             Envelope(
-                self.id, self.kind, self._created, self._model, self._fingerprint, choices, usage, prompt_token_ids
+                self.id,
+                self.kind,
+                self._created,
+                self._model,
+                self._gateway.model.numerics_id,
+                choices,
+                usage,
+                prompt_token_ids,
             )
         )
 
@@ -97,7 +105,7 @@ class Context:
         self.draw_seed = partial(bits, 64)
 
     def identity(self, prefix: str, kind: str, model: str | None) -> Identity:
-        return Identity(prefix, kind, model or self.served_names[0], self.gateway.model.numerics_id)
+        return Identity(prefix, kind, model or self.served_names[0], self.gateway)
 
     def submission(self, request: GenerationRequest, ids: list[int], params: SamplingParams, n: int) -> Submission:
         return Submission(ids, params, n, request.cache_salt or "", bool(request.relay_capture))

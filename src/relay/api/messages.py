@@ -20,12 +20,13 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise _bad(f"{where}.role", f"it must be one of {', '.join(sorted(_ROLES))}")
-    return {**message, "content": _content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if content is None and role != "assistant":  # an assistant that only called tools said nothing
+        raise ApiError(f"'{where}.content' is required.", param=f"{where}.content", code="missing_required_parameter")
+    return {**message, "content": "" if content is None else _content(content, f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

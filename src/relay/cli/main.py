@@ -56,6 +56,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, prog_name="relay", standalone_mode=False)
     except RelayError as error:
         return _complain(str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:  # its message is the whole help: no error line
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):

@@ -16,7 +16,9 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option(
     "--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both)."
 )
-@click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True)
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="C kernels, or numpy (very slow)."
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
@@ -24,7 +26,13 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one engine step.")
 @click.option("--block-size", type=int, default=16, show_default=True, help="Tokens of a KV block.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
-@click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(KV_DTYPES),
+    default="auto",
+    show_default=True,
+    help="Numbers in the KV cache; auto: float32. bfloat16 halves it and gives other tokens.",
+)
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
@@ -33,7 +41,9 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option(
     "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
 )
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Of what stderr shows."
+)
 def serve(
     model: str,
     host: str,

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -196,14 +198,24 @@ class Server:
         url = f"http://{shown}:{port}"
         name = config.served_model_name or model.name
         workers = ", ".join(worker for worker, _ in config.slots)
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
         click.echo(f"Relay serves {name} at {url}")
         context = shell.model.max_model_len
         limited = f", limited by the KV cache from {model.max_model_len}" if context < self._context(model) else ""
         click.echo(f"workers  {workers} ({config.worker.backend}), context {context} tokens{limited}")
         click.echo(f"ready    {self._phases.line()}")
-        click.echo(f"try      curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+        click.echo(f"try      {first_request(url, name)}")
         sys.stdout.flush()
+
+
+def first_request(url: str, name: str) -> str:
+    """A command to try. With a bound: a small model that does not find its end would fill its whole context, for minutes."""
+    body = {
+        "model": name,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 200,
+        "stream": True,
+    }
+    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
 class HttpServer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from relay.errors import RelayError
+from relay.errors import RelayError, UsageError
 
 TIMEOUT_S = 5.0
 
@@ -30,16 +30,18 @@ def status(url: str, as_json: bool) -> None:
 
 
 def fetch_status(url: str) -> dict[str, Any]:
-    """GET ``url``/status. Raises RelayError with one line."""
+    """GET ``url``/status. Raises UsageError for what is no address, RelayError if nobody answers there; one line each."""
     target = url.rstrip("/") + "/status"
     if not target.startswith(("http://", "https://")):
-        raise RelayError(f"--url {url!r} does not begin with http:// or https://")
+        raise UsageError(f"--url {url!r} does not begin with http:// or https://")
     try:
         with urllib.request.urlopen(target, timeout=TIMEOUT_S) as response:
             answer = json.load(response)
     except (OSError, urllib.error.URLError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise RelayError(f"no answer from {target}: {reason}") from error
+        if isinstance(reason, ConnectionRefusedError):
+            raise RelayError(f"no server at {url}; start one with: relay serve, or name another with --url") from error
+        raise RelayError(f"no answer from {target}: {getattr(reason, 'strerror', None) or reason}") from error
     if not isinstance(answer, dict) or not isinstance(answer.get("workers"), list):
         raise RelayError(f"{target} is not a Relay server's")
     return answer

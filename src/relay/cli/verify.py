@@ -27,9 +27,17 @@ INJECTED_PATH = "split"
 @click.option(
     "--path", "only", multiple=True, type=click.Choice(list(PATHS)), help="Run only this path; may be repeated."
 )
-@click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True)
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="C kernels, or numpy (very slow)."
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
-@click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(KV_DTYPES),
+    default="auto",
+    show_default=True,
+    help="Numbers in the KV cache; auto: float32.",
+)
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
     "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."

@@ -72,7 +72,10 @@ class TcpChannel:
             raise ChannelClosed(f"{self.peer}: {error}") from error
 
     def set_timeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
+        try:
+            self._socket.settimeout(seconds)
+        except OSError as error:  # closed by another thread, as when the engine ends in the middle of a handshake
+            raise ChannelClosed(f"{self.peer}: {error}") from error
 
     def close(self) -> None:
         try:

@@ -48,8 +48,8 @@ def assemble(spec: WorkerSpec) -> Engine:
     num_blocks = spec.kv_cache_memory_bytes // block_bytes
     if num_blocks < 1:
         raise DoesNotFitError(
-            f"kv_cache_memory of {spec.kv_cache_memory_bytes} bytes holds no block: "
-            f"{spec.block_size} tokens need {block_bytes} bytes"
+            f"--kv-cache-memory of {spec.kv_cache_memory_bytes} bytes holds no block: "
+            f"the {spec.block_size} tokens of --block-size need {block_bytes} bytes"
         )
     backend, checksum = _backend(spec)
     if spec.perturb:
