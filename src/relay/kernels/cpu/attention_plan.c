@@ -64,7 +64,7 @@ int attention_plan(model_t *model, const batch_t *batch)
     int most_splits = 0;
     /* Tokens of a prefill task and sequences of a decode task shrink until every thread has several tasks. */
     int most_tokens = MAX_TASK_ROWS / group;
-    while (most_tokens > 8 && (int64_t)batch->tokens * model->kv_heads < (int64_t)4 * threads * most_tokens) most_tokens = (most_tokens + 1) / 2;
+    while (most_tokens > 8 && (int64_t)batch->tokens * model->kv_heads < (int64_t)8 * threads * most_tokens) most_tokens = (most_tokens + 1) / 2;
     for (int row = 0; row < batch->rows; row++) {
         const int count = tokens_of(batch, row), splits = splits_of(batch, row);
         work += (int64_t)count * (last_position(batch, row) + 1) * model->heads * model->head_dim;
@@ -95,10 +95,12 @@ int attention_plan(model_t *model, const batch_t *batch)
             *decode++ = row;
             continue;
         }
-        for (int head = 0; head < model->kv_heads; head++)
-            for (int end = last; end > first; end -= most_tokens) /* the longest contexts first */
-                *task++ = (task_t){head, row, end - most_tokens > first ? end - most_tokens : first, end, 0};
+        for (int begin = first, end; begin < last; begin = end) {
+            end = last - begin > most_tokens ? begin + most_tokens : last;
+            for (int head = 0; head < model->kv_heads; head++) *task++ = (task_t){head, row, begin, end, 0};
+        }
     }
+    const int64_t num_prefill = task - plan->tasks;
     context_t context = {model, batch};
     if (num_decode > 1) qsort_r(plan->decode_rows, (size_t)num_decode, sizeof(int32_t), by_table, &context);
     int32_t partial = 0, *members = plan->members;
@@ -108,6 +110,15 @@ int attention_plan(model_t *model, const batch_t *batch)
         if (task > plan->tasks) members = plan->members + task[-1].last;
     }
     plan->num_tasks = task - plan->tasks;
+    /* Each thread's share are the rows it has in the other ops, the longest contexts first. */
+    for (int thread = 0; thread < threads; thread++) {
+        int64_t left = pool_share(model->pool, plan->num_tasks, thread), right = pool_share(model->pool, plan->num_tasks, thread + 1);
+        if (right > num_prefill) right = num_prefill;
+        for (right--; left < right; left++, right--) {
+            const task_t swapped = plan->tasks[left];
+            plan->tasks[left] = plan->tasks[right], plan->tasks[right] = swapped;
+        }
+    }
     return OK;
 }
 

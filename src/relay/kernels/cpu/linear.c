@@ -1,7 +1,8 @@
 /* y[m, n] = one fma chain over k ascending (docs/decisions/0003-canon.md), for every m by the same order.
  *
  * Few rows: the panel is widened in registers and used at once. Many rows: the panel's columns are widened once into this
- * thread's scratch and reused by all rows. Threads take columns (and row blocks); k is never split. */
+ * thread's scratch and reused by all rows. Threads take columns of few rows, and rows of many: then the rows' inputs were this
+ * thread's outputs and still lie in its caches. k is never split. */
 #include "program.h"
 #include "vec.h"
 #include "widen.h"
@@ -10,6 +11,7 @@
 #define CACHED_ROWS 32 /* up to here k is widened in spans of CACHED_K */
 #define CACHED_K 64    /* a multiple of GROUP; 16 KiB for a panel */
 #define BLOCK_FLOATS 150000 /* inputs of one work item: they stay in the second-level cache while a panel's columns pass */
+#define SHARED_ROWS 56 /* for each thread, from here: what widening every panel on every thread costs is small */
 #define PARALLEL_WORK 60000 /* multiply-adds below which waking threads costs more than it saves */
 
 typedef struct {
@@ -17,7 +19,8 @@ typedef struct {
     const op_t *op;
     int rows;
     int64_t full_panels; /* items of four vectors; the panels after them are cut into items of `piece` vectors */
-    int piece, rest_items, row_block, row_blocks;
+    int piece, rest_items, row_blocks;
+    int threads; /* each takes a share of the columns; 1: the row blocks are what is shared, or there is one thread */
 } job_t;
 
 typedef struct {
@@ -206,13 +209,22 @@ static void panel_columns(const job_t *job, int64_t panel, int first_vector, int
     }
 }
 
+/* Item `index` of one row block: every thread's share of columns has its full panels first, then its pieces. */
+static int64_t column_of(const job_t *job, int64_t index)
+{
+    const int64_t full = job->full_panels / job->threads, rest = job->rest_items / job->threads;
+    if (job->rest_items % job->threads) return index;
+    const int64_t thread = index / (full + rest), own = index % (full + rest);
+    return own < full ? thread * full + own : job->full_panels + thread * rest + own - full;
+}
+
 static void run_item(void *argument, long item, int thread)
 {
     const job_t *job = argument;
-    const int block = (int)(item % job->row_blocks);
-    const int64_t columns = item / job->row_blocks;
-    const int row0 = block * job->row_block;
-    const int row1 = row0 + job->row_block < job->rows ? row0 + job->row_block : job->rows;
+    const int64_t all_columns = job->full_panels + job->rest_items;
+    int64_t block = item / all_columns, columns = item % all_columns; /* threads that share rows: block by block */
+    if (job->threads > 1) block = item % job->row_blocks, columns = column_of(job, item / job->row_blocks);
+    const int row0 = (int)(job->rows * block / job->row_blocks), row1 = (int)(job->rows * (block + 1) / job->row_blocks);
     if (columns < job->full_panels) {
         panel_columns(job, columns, 0, 4, row0, row1, thread);
         return;
@@ -229,22 +241,20 @@ void linear(const model_t *model, const op_t *op, int rows)
 {
     if (rows == 0) return;
     const int64_t vectors = (op->n + 15) / 16;
-    int threads = pool_threads(model->pool);
-    if ((int64_t)rows * op->n * op->k < PARALLEL_WORK) threads = 1;
-    job_t job = {.model = model, .op = op, .rows = rows};
+    const int threads = (int64_t)rows * op->n * op->k < PARALLEL_WORK ? 1 : pool_threads(model->pool);
+    const int row_shares = rows >= SHARED_ROWS * threads ? threads : 1;
+    job_t job = {.model = model, .op = op, .rows = rows, .threads = threads / row_shares, .piece = 4};
     /* The last panels are cut finer, so that 9 or 15 panels share out evenly over the threads. */
-    job.full_panels = vectors / 4 / threads * threads;
-    int64_t rest = vectors - job.full_panels * 4;
-    job.piece = rest <= threads ? 1 : rest <= 2 * threads ? 2 : 4;
-    if (threads > 1 && rest > 2 * threads) job.piece = rest % (2 * threads) == 0 ? 2 : 1;
-    if (threads == 1) job.piece = 4;
+    job.full_panels = vectors / 4 / job.threads * job.threads;
+    const int64_t rest = vectors - job.full_panels * 4;
+    if (job.threads > 1) {
+        job.piece = rest <= threads ? 1 : rest <= 2 * threads ? 2 : 4;
+        if (rest > 2 * threads) job.piece = rest % (2 * threads) == 0 ? 2 : 1;
+    }
     job.rest_items = (int)((rest + job.piece - 1) / job.piece);
-    const int64_t most_rows = BLOCK_FLOATS / op->k < 48 ? 48 : BLOCK_FLOATS / op->k;
-    job.row_blocks = (int)((rows + most_rows - 1) / most_rows);
-    job.row_block = (rows + job.row_blocks - 1) / job.row_blocks;
-    job.row_block = (job.row_block + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    job.row_blocks = (rows + job.row_block - 1) / job.row_block;
-    long items = (long)(job.full_panels + job.rest_items) * job.row_blocks;
+    const int64_t most_rows = BLOCK_FLOATS / op->k < 48 ? 48 : BLOCK_FLOATS / op->k, share = (rows + row_shares - 1) / row_shares;
+    job.row_blocks = (int)((share + most_rows - 1) / most_rows) * row_shares;
+    const long items = (long)(job.full_panels + job.rest_items) * job.row_blocks;
     if (threads == 1)
         for (long item = 0; item < items; item++) run_item(&job, item, 0);
     else
