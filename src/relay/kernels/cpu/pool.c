@@ -37,10 +37,12 @@ struct pool {
     struct helper helpers[MAX_THREADS];
     job_fn fn;
     void *argument;
-    long items;
     int alone, alone_next; /* jobs the caller still does by itself; how many after the next stall */
     _Alignas(64) _Atomic uint64_t state;
-    _Alignas(64) _Atomic long next;
+    struct {
+        _Alignas(64) _Atomic long next;
+        long end;
+    } shares[MAX_THREADS]; /* each thread's own items; whoever is done with those goes on with the others' */
     _Alignas(64) _Atomic uint32_t opened; /* counts jobs; helpers sleep on it */
     _Atomic int sleepers;
     _Atomic int stopping;
@@ -89,8 +91,11 @@ static void pause_a_little(void)
 
 static void work(pool_t *pool, int thread)
 {
-    long item;
-    while ((item = atomic_fetch_add(&pool->next, 1)) < pool->items) pool->fn(pool->argument, item, thread);
+    for (int i = 0; i < pool->threads; i++) {
+        const int owner = (thread + i) % pool->threads;
+        long item;
+        while ((item = atomic_fetch_add(&pool->shares[owner].next, 1)) < pool->shares[owner].end) pool->fn(pool->argument, item, thread);
+    }
 }
 
 static void try_join(pool_t *pool, int thread)
@@ -164,6 +169,7 @@ void pool_destroy(pool_t *pool)
 }
 
 int pool_threads(const pool_t *pool) { return pool->threads; }
+long pool_share(const pool_t *pool, long items, int thread) { return items * thread / pool->threads; }
 
 void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
 {
@@ -175,8 +181,10 @@ void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
     /* Nobody is joined here: the last job was closed and left. */
     pool->fn = fn;
     pool->argument = argument;
-    pool->items = items;
-    atomic_store(&pool->next, 0);
+    for (int i = 0; i < pool->threads; i++) {
+        atomic_store(&pool->shares[i].next, pool_share(pool, items, i));
+        pool->shares[i].end = pool_share(pool, items, i + 1);
+    }
     uint64_t generation = (atomic_load(&pool->state) >> 32) + 1;
     atomic_store(&pool->state, generation << 32 | OPEN);
     atomic_fetch_add(&pool->opened, 1);
