@@ -17,6 +17,7 @@ from gguf_files import write_gguf
 from tiny_models import config_json, random_tensors
 
 from relay.models.cache import packs_dir
+from relay.models.checked import remember
 from relay.models.hf_config import parse_config
 
 
@@ -82,6 +83,8 @@ def test_verify_finds_a_flipped_bit(gguf: Path, cache: Path) -> None:
     data = bytearray(pack.read_bytes())
     data[6000] ^= 1
     pack.write_bytes(data)
+    assert isinstance(relay_model("inspect", str(gguf)).exception, CorruptModelError)
+    remember(pack, cache)  # as if the bit had rotted and nobody had written
     assert relay_model("inspect", str(gguf)).exit_code == 0
     assert isinstance(relay_model("inspect", str(gguf), "--verify").exception, CorruptModelError)
 

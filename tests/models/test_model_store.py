@@ -17,6 +17,7 @@ from relay.models.cache import cached_packs, remove_cached
 from relay.models.catalogue import PackagedModel
 from relay.models.fetch import NetworkFetcher, extract_member
 from relay.models.hf_config import parse_config
+from relay.models.pack import Pack
 from relay.models.progress import NoProgress
 from relay.models.store import ModelStore, default_cache_dir, open_model
 
@@ -174,8 +175,42 @@ def test_damaged_cached_pack_is_refused_then_pulled_anew(tmp_path: Path) -> None
     flipped = bytearray(pack.path.read_bytes())
     flipped[5000] ^= 1
     pack.path.write_bytes(flipped)
-    assert store.open(str(path)).digest == digest, "opening does not read the data"
+    for _ in range(2):
+        with pytest.raises(CorruptModelError, match="does not match its digest; rebuild it with: relay model pull"):
+            store.open(str(path))
     store.pull(str(path)).pack.verify()
+    assert store.open(str(path)).digest == digest
+
+
+def test_an_unchanged_pack_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ModelStore(tmp_path / "cache", fetcher=NoNetwork())
+    reads: list[Path] = []
+    monkeypatch.setattr(Pack, "verify", lambda pack: reads.append(pack.path))
+    path = store.open(str(tiny_gguf(tmp_path / "tiny.gguf"))).pack.path
+    store.open(str(tmp_path / "tiny.gguf"))
+    assert reads == [], "the packer hashed what it wrote"
+    own = tmp_path / "own.pack"
+    own.write_bytes(path.read_bytes())
+    for _ in range(3):
+        store.open(str(own))
+    assert reads == [own]
+    own.touch()
+    store.open(str(own))
+    assert reads == [own, own]
+
+
+def test_damaged_texts_are_refused_before_packing(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "cache", fetcher=NoNetwork())
+    for name, text, words in (
+        ("tokenizer.json", "{}", "not a usable tokenizer"),
+        ("chat_template.jinja", "{% for %}", "chat template is damaged"),
+    ):
+        folder = write_folder(tmp_path / name, config_json())
+        (folder / name).write_text(text)
+        with pytest.raises(CorruptModelError, match=words) as caught:
+            store.open(str(folder))
+        assert str(folder) in str(caught.value)
+    assert cached_packs(tmp_path / "cache") == []
 
 
 def test_pull_does_not_replace_a_users_own_pack_file(tmp_path: Path) -> None:

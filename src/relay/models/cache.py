@@ -7,6 +7,7 @@
                       ``.float32`` before ``.pack`` where weights were widened
     files/            fetched model files, kept so that packing anew needs no network
     locks/            one file a pack being made
+    checked/          one file a pack, see ``checked.py``
 """
 
 from dataclasses import dataclass

@@ -15,6 +15,7 @@ from pathlib import Path
 from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
 from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
+from relay.models.checked import check, remember
 from relay.models.checkpoint import Checkpoint
 from relay.models.fetch import Fetcher, NetworkFetcher, missing_offline
 from relay.models.llama import build_program
@@ -73,10 +74,11 @@ class ModelStore:
         return packs_dir(self.cache_dir)
 
     def open(self, argument: str, storage: Storage = "native") -> LoadedModel:
-        """As ``open_model``."""
+        """As ``open_model``. A pack that changed since it was last read whole is read against its digest."""
         name, path = self._resolve(argument, storage)
         source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
         pack = Pack(path, rebuild=f"relay model pull {source}")
+        check(pack, self.cache_dir)
         return LoadedModel(name, pack, build_program(pack.config))
 
     def pull(self, argument: str, storage: Storage = "native") -> LoadedModel:
@@ -123,7 +125,9 @@ class ModelStore:
         with _locked(self.cache_dir / "locks" / path.name):
             if not path.exists():  # else another process made it while we waited
                 source = self._checkpoint(argument)
+                _check_texts(source)
                 write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                remember(path, self.cache_dir)
                 _remove_outdated(path)
 
     def _checkpoint(self, argument: str) -> Checkpoint:
@@ -155,6 +159,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from relay.models.gguf_source import GgufSource
 
     return GgufSource(path)
+
+
+def _check_texts(source: Checkpoint) -> None:
+    """A damaged tokenizer or chat template is refused before gigabytes are packed. Raises CorruptModelError naming the source."""
+    files = source.tokenizer
+    if files.json:
+        from relay.models.tokenizer import Tokenizer
+
+        Tokenizer(files.json, source.where)
+    if files.chat_template is not None:
+        from relay.models.chat_template import ChatTemplate, ChatTemplateError
+
+        try:
+            ChatTemplate(files.chat_template, files.special_tokens)
+        except ChatTemplateError as error:
+            raise CorruptModelError(f"{source.where}: {error}") from error
 
 
 def _local_path(argument: str) -> Path | None:
