@@ -6,14 +6,20 @@ sizes and times, so an edited file is packed anew.
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
-from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
+from relay.models.cache import (
+    PACK_SUFFIX,
+    cached_names,
+    local_pack_prefix,
+    packs_dir,
+    repository_pack_name,
+    short_key,
+)
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
 from relay.models.checked import check, remember
 from relay.models.checkpoint import Checkpoint
@@ -191,11 +197,7 @@ def _local_name(path: Path) -> str:
     resolved = path.resolve()
     files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
     state = [VERSION, *((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())]
-    return f"local-{resolved.stem}-{_key(str(resolved))}-{_key(repr(state))}"
-
-
-def _key(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return local_pack_prefix(path) + short_key(repr(state))
 
 
 def _remove_outdated(path: Path) -> None:
