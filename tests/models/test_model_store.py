@@ -234,8 +234,9 @@ def test_list_and_remove(fetcher: FakeFetcher, tmp_path: Path) -> None:
     assert remove_cached(cache, "smollm2") > 0
     assert cached_packs(cache) == []
     assert list((cache / "files").iterdir()) == []
-    with pytest.raises(ModelNotFoundError, match="relay model list"):
-        remove_cached(cache, "smollm2")
+    for name in ("smollm2", "a" * 5000, "~nobody-of-that-name/m", "../../etc"):
+        with pytest.raises(ModelNotFoundError, match="relay model list"):
+            remove_cached(cache, name)
 
 
 def test_damaged_pack_is_listed_with_its_problem(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@
 
 import contextlib
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def remove_cached(cache_dir: Path, name: str) -> int:
         local = local_pack_prefix(Path(name).expanduser())
         made = [cached for cached in cached_names(cache_dir) if cached.startswith(local)]
         paths += [packs_dir(cache_dir) / (cached + PACK_SUFFIX) for cached in made]
-    present = [path for path in paths if path.is_file()]
+    present = [path for path in paths if os.path.isfile(path)]  # Path.is_file raises for a name too long to be one
     if not present:
         raise ModelNotFoundError(f"model {name} is not in the cache {cache_dir}; 'relay model list' shows what is")
     freed = sum(path.stat().st_size for path in present)
