@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
-# usage: gpu_run.sh "linear 240" "attention 140" "attention_hopper 80" "model_check 170" "model_time 200"
+# usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
+#        "model_time 60"
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
@@ -18,6 +19,8 @@ for job in "$@"; do
     attention_hopper) run attention_hopper "$seconds" -m benchmarks.gpu_attention --hopper ;;
     model_check) run model_check "$seconds" -m benchmarks.gpu_model --part check ;;
     model_time) run model_time "$seconds" -m benchmarks.gpu_model --part time ;;
+    engine) run engine "$seconds" -m benchmarks.gpu_engine ;;
+    tests) PYTHONPATH="$PYTHONPATH:." timeout "$seconds" python3 -m pytest -m gpu tests/cuda -q -p no:cacheprovider ;;
     *) echo "unknown benchmark $name"; exit 2 ;;
   esac
 done

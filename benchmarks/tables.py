@@ -58,9 +58,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with three significant digits, thousands set apart; a dash for None."""
+    """``value`` with three significant digits (a whole number with all), thousands set apart; a dash for None."""
     if value is None:
         return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
     whole = len(str(int(abs(value))))
@@ -187,7 +189,14 @@ def gateway_table(results: Results) -> str:
         ("gateway", "whole process: sockets to engine and clients, text, core", "cpu_us_per_token"),
     ):
         rows.append([text, number(results[name][key]) if name in results else missing(name)])
-    return table(["256 streams", "µs of CPU a token"], rows)
+    text = table(["256 streams", "µs of CPU a token"], rows)
+    if "gateway" in results:
+        asked, came = results["gateway"]["asked_tokens_per_s"], results["gateway"]["tokens_per_s"]
+        text += (
+            f"\n\nOf {asked:,.0f} tokens a second asked for, {came:,} arrived in that run: gateway, fake engine and client "
+            "share the machine with each other and with whatever else ran."
+        )
+    return text
 
 
 def scheduler_table(scheduler: dict[str, Any]) -> str:
@@ -208,22 +217,23 @@ def correctness_text(result: dict[str, Any]) -> str:
 
 
 def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
-    """Decode and prefill figures of every JSON of the GPU runs; other sections stay in the files."""
+    """Decode and prefill figures of the GPU runs; other sections stay in the files (``throughput`` includes compiling)."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
-        sections = {
+        shown = {
             name: value
             for name, value in result.items()
-            if name.startswith(("decode/", "prefill/")) and all(isinstance(row, dict) for row in value.values())
+            if name.startswith(("decode/", "prefill/"))
+            and isinstance(value, dict)
+            and all(isinstance(row, dict) for row in value.values())
         }
-        if not sections:
+        if not shown:
             continue
         facts = result.get("environment", {})
-        parts.append(
-            f"`{path.relative_to(ROOT)}` · " + " · ".join(f"{key} {value}" for key, value in facts.items()) + "\n"
-        )
-        for name, rows in sections.items():
+        known = " · ".join(f"{key} {value}" for key, value in facts.items())
+        parts.append(f"<sub>`{path.relative_to(ROOT)}` · {known}</sub>\n")
+        for name, rows in shown.items():
             columns = list(dict.fromkeys(column for row in rows.values() for column in row))
             cells = [[key, *(number(row.get(column)) for column in columns)] for key, row in rows.items()]
             parts.append(table([name, *columns], cells) + "\n")

@@ -83,7 +83,15 @@ def test_splice_needs_its_markers_once() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0.0, "0.00"), (7.2e-6, "7.2e-06"), (0.61, "0.61"), (6.94, "6.94"), (1234.5, "1,234")],
+    [
+        (None, "–"),
+        (0.0, "0.00"),
+        (7.2e-6, "7.2e-06"),
+        (0.61, "0.61"),
+        (6.94, "6.94"),
+        (1234.5, "1,234"),
+        (12345, "12,345"),
+    ],
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert tables.number(value) == text

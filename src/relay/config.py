@@ -1,7 +1,7 @@
-"""Every setting of Relay, with its default and its check: the one configuration path.
+"""Every setting of a cluster, with its default and its check: the one configuration path.
 
-``relay serve`` builds a ``ServeConfig`` from its flags; nothing reads settings from anywhere else. Times are seconds here and
-become integer nanoseconds where pure code uses them.
+``relay serve`` builds a ``ServeConfig`` from its flags; nothing reads settings from anywhere else. Bounds that nobody sets are
+constants of the modules they bound. Times are seconds here and become integer nanoseconds where pure code uses them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,10 @@ class DetectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RestartConfig:
-    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker."""
+    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
+
+    A worker that was ready and then killed comes back at once however often that happens.
+    """
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
@@ -68,6 +71,7 @@ class RetryConfig:
     """Bounds on placing one choice again. Counters restart whenever the choice commits a token."""
 
     max_failures: int = 8
+    max_losses: int = 100  # workers killed under it, which is nobody's fault
     max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025

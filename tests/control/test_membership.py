@@ -105,6 +105,33 @@ def test_first_restart_is_immediate_then_exponential_then_bounded() -> None:
     assert max(delays) == delays[-1] == 5.0
 
 
+def test_a_ready_worker_killed_again_and_again_comes_back_at_once() -> None:
+    world = World(first, ONE).ready()
+    for _ in range(12):
+        assert any(isinstance(command, c.LaunchWorker) for command in exits(world))
+        assert world.submit([1, 2]) is None
+        world.ready()
+    world.settle()
+    assert all(client.finished for client in world.clients.values())
+
+
+@pytest.mark.parametrize("how", ["hang", "crash"])
+def test_a_ready_worker_that_fails_by_itself_is_restarted_ever_later(how: str) -> None:
+    world = World(first, ONE).ready()
+    for _ in range(5):
+        key = live_key(world, "worker-0")
+        if how == "hang":
+            world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 10_001, "R")))
+        else:
+            world.kill(key, 11)
+        for event in world.endings.pop(key):
+            world.handle(event)
+        delay_ns = world.timers.get(("launch", "worker-0"), world.now_ns) - world.now_ns
+        world.advance(until_ns=world.now_ns + delay_ns)
+        world.ready()
+    assert delay_ns == 0.8 * SECOND
+
+
 def test_a_stable_life_forgives_what_came_before() -> None:
     world = World(first, ONE).ready()
     for _ in range(3):
@@ -243,16 +270,37 @@ def test_poison_is_quarantined_and_nobody_else_suffers() -> None:
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()
     world.submit(LONG, max_tokens=30)
-    for _ in range(5):
+    for _ in range(30):  # far more often than a request may fail by itself
         key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
         world.kill(key, signal)
         for event in world.endings.pop(key):
             world.handle(event)
-        world.advance(until_ns=world.now_ns + 3 * SECOND)
+        world.advance(until_ns=world.now_ns + 6 * SECOND)
         world.ready()
     assert world.clients[1].failure is None
     world.settle()
     assert world.clients[1].finished
+
+
+def test_hangs_and_kills_without_end_are_bounded() -> None:
+    for how, bound in (("hang", ControlConfig().retry.max_failures), ("kill", ControlConfig().retry.max_losses)):
+        world = World(first, ONE).ready()
+        world.submit(LONG)
+        lost = 0
+        while not world.clients[1].ended:
+            lost += 1
+            key = live_key(world, "worker-0")
+            world.to_engine[key].clear()
+            if how == "hang":
+                world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 10_001, "R")))
+            else:
+                world.kill(key, 9)
+            for event in world.endings.pop(key):
+                world.handle(event)
+            world.advance(until_ns=world.now_ns + 6 * SECOND)
+            world.ready()
+        assert world.clients[1].failure.code == "retries_exhausted"
+        assert lost == bound + 1
 
 
 def test_the_agents_word_may_come_after_the_exit() -> None:

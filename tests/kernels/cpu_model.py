@@ -65,7 +65,7 @@ def attention_backend(
     geometry: Geometry, isa: str, threads: int, num_blocks: int, block_size: int, dtype: str
 ) -> CpuBackend:
     """One layer: rotary embedding, cache write and attention on whatever QKV holds."""
-    backend = CpuBackend(threads, isa, max_tokens=1024, max_sampled=16)
+    backend = CpuBackend(threads, isa, max_tokens=1024, max_sampled=64)
     program = Program((RopeWriteKv(0), Attend(0, geometry.head_dim**-0.5)), geometry)
     backend.load(program, DictWeights(vectors=rope_tables(geometry)))
     backend.allocate_kv(num_blocks, block_size, dtype)

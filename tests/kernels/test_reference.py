@@ -18,6 +18,7 @@ from tiny_programs import (
 from relay.errors import CorruptModelError
 from relay.kernels.numerics import numerics_id
 from relay.kernels.program import Buffer, Geometry, Program, RopeWriteKv
+from relay.kernels.reference.attention import attend
 from relay.kernels.reference.backend import ReferenceBackend
 from relay.kernels.reference.products import ChainProducts, MatmulProducts, Products
 from relay.kernels.sampler import InvalidLogits
@@ -100,6 +101,18 @@ def test_chains_give_equal_bits_whole_chunked_and_decoded(dtype: str) -> None:
         moved.write_kv(layer, np.array(table, np.int32), 0, 33, memoryview(k[:cut] + v[:cut]))
         moved.write_kv(layer, np.array(table, np.int32), 33, 47, memoryview(k[cut:] + v[cut:]))
     assert np.array_equal(run_step(moved, program, [Row(0, tokens[80:], 80, table)]), whole)
+
+
+def test_an_infinite_v_reaches_no_earlier_row() -> None:
+    """Row r of a chain must not be multiplied by a v after r, not even by a weight of 0."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((70, heads, 16)).astype(np.float32) for heads in (2, 1, 1))
+    positions = np.arange(70, dtype=np.int32)
+    finite = attend(q, k, v, positions, 0.25, ChainProducts())
+    v[66] = np.inf
+    out = attend(q, k, v, positions, 0.25, ChainProducts())
+    assert out[:66].tobytes() == finite[:66].tobytes()
+    assert not np.isfinite(out[66:]).any()
 
 
 def test_bfloat16_kv_changes_the_logits_a_little() -> None:

@@ -79,11 +79,6 @@ class EventStream:
         self._last_write_s = 0.0
         self._time: Callable[[], float] = float
 
-    @property
-    def begun(self) -> bool:
-        """Status and headers are sent."""
-        return self._begun
-
     def write(self, data: bytes) -> None:
         """Send ``data`` (whole events), now or as soon as the connection takes it."""
         if self._ended or self._gone:

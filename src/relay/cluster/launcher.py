@@ -15,9 +15,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     argv: list[str]
     environment: dict[str, str] = {}  # added to the launcher's own
-    log_path: str | None = (
-        None  # stdout and stderr are appended here; None: the launcher's stderr, each line after its name
-    )
 
 
 class LaunchExit(msgspec.Struct, frozen=True):

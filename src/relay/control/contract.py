@@ -5,7 +5,7 @@ then only receives callbacks on the event loop: one ``tokens`` call a step and c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from relay.protocol.messages import FinishReason
@@ -112,13 +112,3 @@ class Gateway(Protocol):
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
         """(name, labels, value) samples of the control plane and its workers, for /metrics."""
         ...
-
-
-@dataclass(slots=True)
-class GatewayLimits:
-    """Admission bounds."""
-
-    max_num_queued_reqs: int = 512
-    max_num_queued_tokens: int = 1 << 20
-    retry_after_s: int = 1
-    terminal_reasons: tuple[str, ...] = field(default=("numerics_changed", "quarantined", "deadline_exceeded"))

@@ -26,6 +26,7 @@ from relay.control.workers import Worker
 from relay.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, Drain, EngineExited, Heartbeat, Hello
 
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
+KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
 
@@ -62,6 +63,7 @@ class Membership:
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
             worker.heard_ns = now_ns
+            self._state.no_worker_since_ns = None  # here and not at the next tick: it may be dead again by then
             self._check_complete()
             self._dispatcher.pump(now_ns)
 
@@ -145,6 +147,8 @@ class Membership:
         restart = self._state.config.restart
         end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
         status, signal = (end.status, end.signal) if end else (None, None)
+        if worker.served and signal in KILL_SIGNALS:
+            worker.failures = min(worker.failures, 1)  # however often it is killed: that is no crash loop
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
             worker.gave_up = True
             worker.move(WorkerTrigger.STOP, now_ns)
@@ -152,8 +156,11 @@ class Membership:
             return
         self._schedule_restart(worker, now_ns)
 
-    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool) -> None:
-        """Fence this incarnation and reopen everything placed on it. ``fence`` False: its agent may still report for a moment."""
+    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False) -> None:
+        """Fence this incarnation and reopen everything placed on it.
+
+        ``fence`` False: its agent may still report for a moment. ``hung``: its own work may be why, so it counts against that.
+        """
         if (
             worker.state is WorkerState.STARTING
             or now_ns - worker.changed_ns < self._state.config.restart.stable_after_s * SECOND
@@ -161,6 +168,7 @@ class Membership:
             worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
         else:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
+        worker.served = worker.state in LIVE and not hung
         self._state.counters["workers_lost"] += 1
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.last_cause = cause
@@ -170,7 +178,7 @@ class Membership:
         worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
         for choice in list(worker.live):
             if choice in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})")
+                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -256,6 +264,6 @@ class Membership:
         worker.frozen_since_ns = 0
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
-            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True)
+            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True, hung=True)
         elif beat.phase == "draining" and worker.state in LIVE:
             self.drain(worker, now_ns)

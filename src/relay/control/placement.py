@@ -127,17 +127,24 @@ class Dispatcher:
         choice.transfer_failures += 1
         self.reopen(choice, now_ns, f"{worker.id} refused: {message.reason}")
 
-    def reopen(self, choice: Choice, now_ns: int, cause: str) -> None:
-        """The attempt failed: the next one starts from prompt and committed tokens, before new requests."""
+    def reopen(self, choice: Choice, now_ns: int, cause: str, *, innocent: bool = False) -> None:
+        """The attempt failed: the next one starts from prompt and committed tokens, before new requests.
+
+        ``innocent``: its worker was lost. That is no failure of the attempt, waits for nothing, and is bounded far higher: only
+        because nobody can tell a request that makes the kernel kill its engine from bad luck.
+        """
         retry = self._state.config.retry
-        choice.failures += 1
         choice.troubled = True
         self._state.counters["resumed"] += 1
-        if choice.failures > retry.max_failures:
-            text = f"gave up after {choice.failures} attempts without a new token; the last: {cause}"
+        if innocent:
+            choice.losses += 1
+        else:
+            choice.failures += 1
+        if choice.failures > retry.max_failures or choice.losses > retry.max_losses:
+            text = f"gave up after {choice.failures + choice.losses} attempts without a new token; the last: {cause}"
             self.fail(choice.request, RequestFailure(500, "retries_exhausted", text), now_ns)
             return
-        if choice.failures > 1:  # the first failover waits for nothing
+        if choice.failures > 1 and not innocent:  # the first failover waits for nothing
             delay_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (choice.failures - 2))
             choice.not_before_ns = now_ns + int(delay_s * 1e9)
         self._back_to_queue(choice, now_ns, cause)

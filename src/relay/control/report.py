@@ -16,12 +16,14 @@ def status(state: ClusterState, now_ns: int) -> dict[str, object]:
         "numerics_id": state.model.numerics_id,
         "ready": bool(state.ready_workers()) and not state.draining,
         "draining": state.draining,
-        "requests": {
-            "running": sum(len(request.choices) for request in state.requests.values()) - len(state.queue),
-            "waiting": len(state.queue),
-        },
+        "requests": {"running": _num_running(state), "waiting": len(state.queue)},
         "workers": [_worker(worker, now_ns) for worker in state.workers.values()],
     }
+
+
+def _num_running(state: ClusterState) -> int:
+    """Choices that are placed and have not ended."""
+    return sum(request.open_choices for request in state.requests.values()) - len(state.queue)
 
 
 def _worker(worker: Worker, now_ns: int) -> dict[str, object]:
@@ -58,11 +60,9 @@ def health(state: ClusterState, now_ns: int) -> tuple[bool, str]:
 
 def metrics(state: ClusterState) -> list[tuple[str, dict[str, str], float]]:
     """(name, labels, value). Names ending in ``_total`` only grow, until the gateway restarts."""
-    waiting = len(state.queue)
-    running = sum(request.open_choices for request in state.requests.values()) - waiting
     samples: list[tuple[str, dict[str, str], float]] = [
-        ("relay_num_requests_running", {}, running),
-        ("relay_num_requests_waiting", {}, waiting),
+        ("relay_num_requests_running", {}, _num_running(state)),
+        ("relay_num_requests_waiting", {}, len(state.queue)),
         ("relay_num_tokens_waiting", {}, state.queue.num_new_tokens),
     ]
     samples += [(f"relay_{name}_total", {}, count) for name, count in sorted(state.counters.items())]

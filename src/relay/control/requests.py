@@ -33,6 +33,7 @@ class Choice:
         "failures",
         "full_since_ns",
         "index",
+        "losses",
         "not_before_ns",
         "numerics_id",
         "prefill",
@@ -58,6 +59,7 @@ class Choice:
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
         self.failures = 0
+        self.losses = 0  # attempts that ended with their worker
         self.transfer_failures = 0
         self.blames = 0
         self.blame_mark = 0
@@ -103,7 +105,7 @@ class Choice:
 
     def progressed(self) -> None:
         """A token was committed: forget the troubles before it."""
-        self.failures = self.transfer_failures = self.full_since_ns = self.not_before_ns = 0
+        self.failures = self.losses = self.transfer_failures = self.full_since_ns = self.not_before_ns = 0
         if len(self.committed) > self.blame_mark:
             self.blames = 0
         self.troubled = self.blames > 0

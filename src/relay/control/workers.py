@@ -42,6 +42,7 @@ class Worker:
         self.frozen_since_ns = 0
         self.suspect = False
         self.failures = 0  # consecutive lives that ended before they were stable
+        self.served = False  # the life just lost had been ready and did not end by a hang
         self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
         self.last_cause = ""
         self.exit: LauncherExited | None = None

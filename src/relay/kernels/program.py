@@ -4,7 +4,7 @@ An architecture is built once as a ``Program``; ``reference`` interprets it op b
 call, ``cuda`` captures it in a graph. Every op works on rows (one row a token of the step) and the result of a row depends
 on that row (and, for ``Attend``, on the KV cache) only: see docs/decisions/0003-canon.md for the order of every addition.
 
-Buffers hold fp32 (or the activation dtype of the backend) as [rows, width]; ``Program.widths`` gives the widths.
+Buffers hold fp32 (or the activation dtype of the backend) as [rows, width]; ``Geometry.width`` gives the widths.
 """
 
 from dataclasses import dataclass

@@ -87,15 +87,20 @@ def weights(x: F64) -> I64:
     return np.floor(p * scale).astype(np.int64)
 
 
+_BLOCK = 8192  # words computed at a time: their arrays stay in the second-level cache
+
+
 def philox_words(token_ids: I64, position: int, choice: int, seed: int) -> U64:
     """Word 0 of Philox4x32-10 (Salmon et al. 2011) with key = seed (low word first), counter = (id, position, choice, 0).
 
     Returned as uint64 holding 32 bits. [n] → [n]
     """
-    return philox4x32(
-        (token_ids.astype(np.uint64), np.uint64(position), np.uint64(choice), np.uint64(0)),
-        (seed & 0xFFFFFFFF, seed >> 32),
-    )[0]
+    words = np.empty(len(token_ids), np.uint64)
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    for start in range(0, len(words), _BLOCK):
+        ids = token_ids[start : start + _BLOCK].astype(np.uint64)
+        words[start : start + _BLOCK] = philox4x32((ids, np.uint64(position), np.uint64(choice), np.uint64(0)), key)[0]
+    return words
 
 
 def philox4x32(
@@ -103,15 +108,20 @@ def philox4x32(
 ) -> tuple[U64, U64, U64, U64]:
     """The ten rounds on 32-bit words held in uint64; arrays are broadcast. Returns the four words."""
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.atleast_1d(c).astype(np.uint64) for c in counter))
+    c0, c1, c2, c3 = (c.copy() for c in np.broadcast_arrays(*(np.atleast_1d(c).astype(np.uint64) for c in counter)))
+    left, right = np.empty_like(c0), np.empty_like(c0)
     k0, k1 = key
     for _ in range(10):
-        left = c0 * np.uint64(0xD2511F53)
-        right = c2 * np.uint64(0xCD9E8D57)
-        c0 = (right >> shift) ^ c1 ^ np.uint64(k0)
-        c1 = right & mask
-        c2 = (left >> shift) ^ c3 ^ np.uint64(k1)
-        c3 = left & mask
+        np.multiply(c0, np.uint64(0xD2511F53), out=left)
+        np.multiply(c2, np.uint64(0xCD9E8D57), out=right)
+        np.right_shift(right, shift, out=c0)
+        c0 ^= c1
+        c0 ^= np.uint64(k0)
+        np.bitwise_and(right, mask, out=c1)
+        np.right_shift(left, shift, out=c2)
+        c2 ^= c3
+        c2 ^= np.uint64(k1)
+        np.bitwise_and(left, mask, out=c3)
         k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
         k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c0, c1, c2, c3

@@ -1,9 +1,8 @@
 /* The entry points Python calls: one call runs a range of ops. */
+#include "attention.h"
 #include "kv.h"
 #include "program.h"
 #include "vec.h"
-
-#include <stdlib.h>
 
 /* Refuses a batch that would read or write outside the tables, before anything is touched. */
 static int check(const model_t *model, const batch_t *batch)
@@ -33,6 +32,7 @@ int relay_run(model_t *model, const op_t *ops, int start, int stop, const batch_
 {
     int status = check(model, batch);
     const uint64_t saved = fp_enter();
+    model->planned = 0;
     for (const op_t *op = ops + start; op < ops + stop && status == OK; op++) {
         const int rows = op_rows(op, batch);
         switch (op->kind) {
@@ -57,13 +57,7 @@ int64_t relay_scratch_floats(int64_t widest_k, int head_dim)
     return ((linear_floats > attention_floats ? linear_floats : attention_floats) + 63) / 64 * 64;
 }
 
-void relay_release(model_t *model)
-{
-    free(model->partials);
-    free(model->tasks);
-    model->partials = NULL, model->tasks = NULL;
-    model->partial_floats = model->task_bytes = 0;
-}
+void relay_release(model_t *model) { attention_release(model); }
 
 /* For the test that compares the polynomial with kernels/canon.py. */
 void relay_exp2(const float *x, float *y, int64_t n)

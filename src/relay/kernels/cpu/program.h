@@ -44,10 +44,8 @@ typedef struct {
     pool_t *pool;
     float *scratch; /* scratch_floats for every thread */
     int64_t scratch_floats;
-    float *partials; /* owned by attention.c, grown as needed */
-    int64_t partial_floats;
-    void *tasks;
-    int64_t task_bytes;
+    struct attention_plan *plan; /* owned by attention_plan.c, grown as needed */
+    int32_t planned;             /* whether `plan` is of the batch now running */
 } model_t;
 
 typedef struct {

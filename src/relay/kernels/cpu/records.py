@@ -79,10 +79,8 @@ class Model(ctypes.Structure):
         ("pool", c_void_p),
         ("scratch", c_void_p),
         ("scratch_floats", c_int64),
-        ("partials", c_void_p),
-        ("partial_floats", c_int64),
-        ("tasks", c_void_p),
-        ("task_bytes", c_int64),
+        ("plan", c_void_p),
+        ("planned", c_int32),
     ]
 
 

@@ -223,7 +223,7 @@ class CudaBackend:
         needed = max(rows, self._max_rows)
         if needed <= self._capacity:
             return
-        capacity = next(count for count in linear_choice.row_counts(4 * needed) if count >= needed)
+        capacity = linear_choice.row_counts(needed)[-1]
         self._stream.synchronize()
         if self._graphs is not None:
             self._graphs.forget()

@@ -43,12 +43,14 @@ def library_from(outputs: int, depth: int) -> int:
 
 
 def row_counts(largest: int) -> list[int]:
-    """Numbers of rows at which the library is tested: fine for decode batches, then steps of an eighth of the size."""
+    """Numbers of rows at which the library is tested: fine for decode batches, then steps of an eighth of the size.
+
+    The last is the first that is not below ``largest``.
+    """
     counts = [32, 48, 64, 96, 128, 160, 192, 224, 256]
     while counts[-1] < largest:
-        step = max(64, 1 << (counts[-1].bit_length() - 4))
-        counts.append(counts[-1] + step)
-    return [count for count in counts if count <= largest] or [32]
+        counts.append(counts[-1] + max(64, 1 << (counts[-1].bit_length() - 4)))
+    return counts[: bisect_left(counts, largest) + 1]
 
 
 def use_exact_library() -> None:
@@ -69,11 +71,12 @@ class LinearLayer:
 
     def test(self, w: torch.Tensor, largest: int) -> None:
         """Compare the library with the Triton kernel at every number of rows up to ``largest``."""
-        x = probing_rows(largest, self.depth, w.device)
-        reference = torch.empty(largest, self.outputs, dtype=torch.bfloat16, device=w.device)
+        counts = row_counts(largest)
+        x = probing_rows(counts[-1], self.depth, w.device)
+        reference = torch.empty(counts[-1], self.outputs, dtype=torch.bfloat16, device=w.device)
         linear(x, w, reference, TALL)
         got = torch.empty_like(reference)
-        for rows in row_counts(largest):
+        for rows in counts:
             got[:rows].fill_(float("nan"))
             torch.mm(x[:rows], w.t(), out=got[:rows])
             (self.tested if torch.equal(got[:rows], reference[:rows]) else self.failed).append(rows)

@@ -1,7 +1,7 @@
 """Causal attention in the canon's tiles and splits (docs/decisions/0003-canon.md, "Attention (CPU)").
 
-All rows of one sequence go through each tile together under a mask. That is exact: an invisible key has p = 0, and a tile or
-split without a visible key is an identity.
+All rows of one sequence go through each tile together under a mask. That is exact: an invisible key has p = 0 and adds
+nothing, and a tile or split without a visible key is an identity.
 """
 
 import numpy as np
@@ -45,14 +45,15 @@ def _split(
     highest, total, acc = _identity(q)
     for start in range(first, min(first + canon.SPLIT, len(k)), canon.TILE):
         keys = _tile(k, start)
-        visible = (start + np.arange(canon.TILE) <= positions[:, None])[:, None, None, :]  # [r, 1, 1, t]
-        s = np.where(visible, products.scores(q, keys), _START)
+        visible = start + np.arange(canon.TILE) <= positions[:, None]  # [r, t]
+        masked = visible[:, None, None, :]
+        s = np.where(masked, products.scores(q, keys), _START)
         raised = np.maximum(highest, s.max(axis=-1))
         p = exp2(fma(s, c, -(raised * c)[..., None]))
-        p = np.where(visible, p, np.float32(0))
+        p = np.where(masked, p, np.float32(0))
         a = np.where(raised == highest, np.float32(1), exp2((highest - raised) * c))
         total = fma(total, a, _tile_sum(p))
-        acc = products.accumulate(acc * a[..., None], p, _tile(v, start))
+        acc = products.accumulate(acc * a[..., None], p, _tile(v, start), visible)
         highest = raised
     return highest, total, acc
 

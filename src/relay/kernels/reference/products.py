@@ -3,8 +3,11 @@
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relay.kernels.reference.arithmetic import F32, fma
+
+Visible = NDArray[np.bool_]  # [rows, keys of a tile]
 
 
 class Products(Protocol):
@@ -20,8 +23,11 @@ class Products(Protocol):
         """Σ over d of q[r, h, g, d] * k[t, h, d]. → [r, h, g, t]"""
         ...
 
-    def accumulate(self, acc: F32, p: F32, v: F32) -> F32:
-        """acc[r, h, g, d] + Σ over t of p[r, h, g, t] * v[t, h, d]. → [r, h, g, d]"""
+    def accumulate(self, acc: F32, p: F32, v: F32, visible: Visible) -> F32:
+        """acc[r, h, g, d] + Σ over the t that row r sees of p[r, h, g, t] * v[t, h, d]. → [r, h, g, d]
+
+        p is 0 where ``visible`` [r, t] is False.
+        """
         ...
 
 
@@ -42,14 +48,17 @@ class ChainProducts:
             acc = fma(q[..., d, None], k[:, :, d].T[None, :, None, :], acc)
         return acc
 
-    def accumulate(self, acc: F32, p: F32, v: F32) -> F32:
-        for t in range(v.shape[0]):
-            acc = fma(p[..., t, None], v[t][None, :, None, :], acc)
+    def accumulate(self, acc: F32, p: F32, v: F32, visible: Visible) -> F32:
+        for t in range(v.shape[0]):  # not a product with 0 where t is invisible: 0 * inf is NaN
+            seen = visible[:, t, None, None, None]
+            acc = np.where(seen, fma(p[..., t, None], v[t][None, :, None, :], acc), acc)
         return acc
 
 
 class MatmulProducts:
-    """Same sums in whatever order the library likes: fast, close to the canon, but its bits depend on the batch."""
+    """Same sums in whatever order the library likes: fast, close to the canon, but its bits depend on the batch.
+
+    An infinite v reaches rows that do not see it: a product with 0 is NaN there."""
 
     name = "matmul"
 
@@ -61,7 +70,7 @@ class MatmulProducts:
         flat = q.transpose(1, 0, 2, 3).reshape(h, r * g, d) @ k.transpose(1, 2, 0)
         return flat.reshape(h, r, g, -1).transpose(1, 0, 2, 3)
 
-    def accumulate(self, acc: F32, p: F32, v: F32) -> F32:
+    def accumulate(self, acc: F32, p: F32, v: F32, visible: Visible) -> F32:
         r, h, g, t = p.shape
         flat = p.transpose(1, 0, 2, 3).reshape(h, r * g, t) @ v.transpose(1, 0, 2)
         return acc + flat.reshape(h, r, g, -1).transpose(1, 0, 2, 3)

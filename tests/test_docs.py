@@ -1,0 +1,77 @@
+"""The pages are true where a machine can tell: links, file names, flags, exit codes and metrics."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from relay.cli.serve import serve
+from relay.errors import RelayError
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "relay"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+FOLDERS = "|".join(
+    sorted(path.name for path in [*SOURCE.iterdir(), *ROOT.iterdir()] if path.is_dir() and path.name[0].isalpha())
+)
+
+
+def alternatives(path: str) -> list[str]:
+    """``a/{b,c}.py`` as two paths."""
+    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", path)
+    return [match[1] + part + match[3] for part in match[2].split(",")] if match else [path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target]
+    missing = [target for target in links if not (page.parent / target).exists()]
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./{{}},-]+\.(?:py|c|h|md|json|sh))`", text)
+    for path in [one for name in named for one in alternatives(name)]:
+        if not (ROOT / path).exists() and not (SOURCE / path).exists():
+            missing.append(path)
+    assert not missing
+
+
+def test_anchors_exist() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
+            headings = re.findall(r"^#+ (.+)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_operations_names_every_flag_with_its_default() -> None:
+    for option in serve.params:
+        if not isinstance(option, click.Option):
+            continue
+        row = next(
+            (line for line in OPERATIONS.splitlines() if line.startswith("|") and f"`{option.opts[0]}`" in line), ""
+        )
+        assert row, f"{option.opts[0]} is not in docs/operations.md"
+        if isinstance(option.default, int | float | str) and not isinstance(option.default, bool):
+            shown = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+            assert shown in row.split("|")[2], f"{option.opts[0]}: the default is {shown}"
+
+
+def test_operations_names_every_exit_code() -> None:
+    for kind in RelayError.__subclasses__():
+        assert f"\n| {kind.exit_code} |" in OPERATIONS, kind.__name__
+
+
+def test_operations_names_every_counter() -> None:
+    counters = {
+        name
+        for path in (SOURCE / "control").glob("*.py")
+        for name in re.findall(r"counters\[\"(\w+)\"\]", path.read_text())
+    }
+    assert "resumed" in counters
+    for name in counters:
+        assert f"`relay_{name}_total`" in OPERATIONS, name
+
+
+def test_the_readme_stays_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") < 200
