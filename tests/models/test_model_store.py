@@ -127,7 +127,17 @@ def test_a_folder_named_like_a_repository_wins(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "argument",
-    ["/nonexistent", "/nonexistent/model.gguf", "./none", "nosuchmodel", "a/b/c", "~nosuchuser/x", "x" * 5000],
+    [
+        "/nonexistent",
+        "/nonexistent/model.gguf",
+        "./none",
+        "nosuchmodel",
+        "a/b/c",
+        "~nosuchuser/x",
+        "x" * 5000,
+        "",
+        "a/" + "b" * 300,
+    ],
 )
 def test_missing_model_names_the_argument(argument: str, tmp_path: Path) -> None:
     """B72: at once, with the path in the line."""

@@ -33,6 +33,7 @@ from relay.models.progress import NoProgress, Progress
 __all__ = ["LoadedModel", "ModelStore", "default_cache_dir", "open_checkpoint", "open_model"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+MAX_REPOSITORY_CHARACTERS = 200  # with its revision; a longer name would be no file name either
 _STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
 
 
@@ -109,7 +110,7 @@ class ModelStore:
             return argument, self.packs_dir / (argument + suffix)
         if argument in cached_names(self.cache_dir):
             return argument, self.packs_dir / (argument + PACK_SUFFIX)
-        if _REPOSITORY.fullmatch(argument):
+        if _REPOSITORY.fullmatch(argument) and len(argument) <= MAX_REPOSITORY_CHARACTERS:
             return argument.split("@")[0], self.packs_dir / (repository_pack_name(argument) + suffix)
         known = ", ".join(ALIASES)
         raise ModelNotFoundError(
@@ -184,7 +185,9 @@ def _check_texts(source: Checkpoint) -> None:
 
 
 def _local_path(argument: str) -> Path | None:
-    """``argument`` as a path, if something is there."""
+    """``argument`` as a path, if something is there. The empty text is no path, whatever ``Path("")`` says."""
+    if not argument:
+        return None
     try:
         path = Path(argument).expanduser()
         return path if path.exists() else None
