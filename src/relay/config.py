@@ -115,7 +115,7 @@ class WorkerConfig:
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
