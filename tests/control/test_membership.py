@@ -10,6 +10,7 @@ from relay.control import events as e
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
     Drain,
     Drained,
     EngineExited,
@@ -279,6 +280,30 @@ def test_poison_is_quarantined_and_nobody_else_suffers() -> None:
     assert world.core.state.counters["workers_lost"] == 3
 
 
+def test_a_suspect_is_not_alone_where_another_may_still_compute() -> None:
+    """Found by `relay sim --seed 225`: a cancelled poison's last step crashed the engine of an innocent suspect that ran "alone"."""
+    world = World(first, ONE).ready()
+    world.submit([666] * 20)
+    world.submit([7] * 20, max_tokens=30)
+    core = world.core
+    poison, innocent = (core.state.requests[request].choices[0] for request in (1, 2))
+    for choice in (poison, innocent):
+        choice.blames, choice.troubled = 2, True
+    core._dispatcher.reopen(poison, world.now_ns, "test")
+    core._dispatcher.reopen(innocent, world.now_ns, "test")
+    world.handle(e.TimerFired(("tick", "")))
+    assert poison.state is ChoiceState.RUNNING
+    world.cancel(1)
+    world.handle(e.TimerFired(("tick", "")))
+    assert innocent.state is ChoiceState.WAITING, "the poison's step may still run"
+    world.now_ns += int(core.state.config.detector.step_deadline_s * SECOND)
+    core.state.workers["worker-0"].heard_ns = world.now_ns
+    world.handle(e.TimerFired(("tick", "")))
+    assert innocent.state is ChoiceState.RUNNING
+    world.settle()
+    assert world.clients[2].finished
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()
@@ -314,6 +339,43 @@ def test_hangs_and_kills_without_end_are_bounded() -> None:
             world.ready()
         assert world.clients[1].failure.code == "retries_exhausted"
         assert lost == bound + 1
+
+
+def test_a_poison_does_not_outrun_the_agents_reports() -> None:
+    """Found by `relay sim --seed 30`: failover is faster than blame, and one poison request crashed a fourth engine."""
+    world = World(first, [(name, "both") for name in "abcd"]).ready()
+    world.submit([666] * 20)
+    choice = world.core.state.requests[1].choices[0]
+    lost = []
+    for _ in range(3):
+        assert choice.decode is not None
+        lost.append(choice.decode.key)
+        world.handle(e.ConnectionLost(lost[-1], "engine", "EOF"))
+    assert len({key.worker for key in lost}) == 3
+    assert choice.state is ChoiceState.WAITING, "a fourth engine must wait for the reports"
+    for key in lost:
+        world.handle(e.WorkerMessage(key, EngineExited(signal=11)))
+    assert world.clients[1].failure.code == "quarantined"
+
+
+def test_engines_that_lost_the_gateway_blame_nobody() -> None:
+    """Found by `relay sim --seed 451`: an engine ends by itself when its connection is cut; that was blamed as a crash."""
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=30)
+    choice = world.core.state.requests[1].choices[0]
+    for _ in range(4):
+        key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
+        assert choice in world.core.state.workers["worker-0"].live
+        world.handle(e.ConnectionLost(key, "engine", "connection reset"))
+        world.handle(e.WorkerMessage(key, EngineExited(status=GATEWAY_LOST_STATUS)))
+        world.kill(key, 9)
+        for event in world.endings.pop(key):
+            world.handle(event)
+        world.advance(until_ns=world.now_ns + 3 * SECOND)
+        world.ready()
+    assert choice.blames == 0
+    world.settle()
+    assert world.clients[1].finished
 
 
 def test_the_agents_word_may_come_after_the_exit() -> None:

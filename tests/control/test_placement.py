@@ -286,6 +286,26 @@ def test_streams_stay_with_their_numerics() -> None:
     assert len(core.state.queue) == 1
 
 
+def test_prefill_and_decode_of_a_request_have_equal_numerics() -> None:
+    """Found by `relay sim --seed 29`: during an upgrade P and D of different numerics were paired, and the stream got P's."""
+    world = World(first, [])
+    slots = [("prefill-0", "prefill"), ("prefill-1", "prefill"), ("decode-0", "decode")]
+    core = world.core = GatewayCore(ControlConfig(), ModelInfo("m", "digest", "", 1000, 512, 0, (0,)), slots)
+    world.handle(e.Started())
+    for name, numerics in (("prefill-0", "one"), ("prefill-1", "two"), ("decode-0", "two")):
+        for process in ("agent", "engine"):
+            hello = world.workers[WorkerKey(name, 1)].hello(process)
+            hello.numerics_id = numerics
+            world.handle(e.WorkerConnected(1, hello))
+    world.submit(LONG)
+    (reserve,) = sent(world, "decode-0")
+    assert reserve.source == "prefill-1"
+    loss(world, "prefill-1")
+    world.submit(LONG[::-1])
+    assert [type(order) for order in sent(world, "decode-0")].count(Run) == 2, "D computes alone what no P may"
+    assert not [choice for choice in core.state.workers["prefill-0"].live]
+
+
 def test_tables_are_closed() -> None:
     """From every state that is not final, END, LOSE or STOP is possible; nothing leaves ENDED."""
     for state in ChoiceState:

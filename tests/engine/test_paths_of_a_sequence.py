@@ -2,7 +2,7 @@
 
 import pytest
 
-from relay.engine.scheduler import CannotFit
+from relay.engine.scheduler import CannotFit, QueueFull
 from relay.kernels.backend import SampledToken
 from tests.engine.driver import Engine, key_of, limits, move, work
 from tests.engine.hash_backend import oracle
@@ -272,7 +272,7 @@ def test_the_queue_is_bounded():
     engine = Engine(limits(max_num_waiting=2))
     engine.scheduler.add(work(1, [1]))
     engine.scheduler.add(work(2, [1]))
-    with pytest.raises(CannotFit, match="waiting"):
+    with pytest.raises(QueueFull, match="waiting"):
         engine.scheduler.add(work(3, [1]))
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
     Accept,
     CacheChanged,
     Cancel,
@@ -170,6 +171,22 @@ def test_what_can_never_fit_is_refused_at_once(world, kind):
     w.think()
     (refusal,) = w.sent(Refuse)
     assert refusal.reason == "too_long"
+    w.check_empty()
+
+
+@pytest.mark.parametrize("kind", ["run", "prefill"])
+def test_what_fits_but_finds_the_queue_full_is_refused_for_now(world, kind):
+    """Found by `relay sim --seed 1`: the refusal was "too_long", and the gateway failed the request for good."""
+    w = world.worker("w", max_num_waiting=1)
+    w.order(Run(work(LONG)))
+    request = work(LONG, request=2)
+    w.order({"run": Run(request), "prefill": Prefill(request, 1, 0, [], "d", 1)}[kind])
+    for event in [*w.events]:
+        w._carry_out(w.core.handle(w.events.popleft(), 0))
+    (refusal,) = w.sent(Refuse)
+    assert (refusal.reason, refusal.request) == ("full", 2)
+    assert refusal.retry_after_ms > 0
+    world.settle()
     w.check_empty()
 
 
@@ -472,7 +489,7 @@ def test_lost_gateway_ends_the_engine(world):
     w.order(Run(work(LONG)))
     w.events.append(GatewayLost(0, "EOF"))
     w.think()
-    assert w.exited[0] == 1
+    assert w.exited[0] == GATEWAY_LOST_STATUS
     assert "EOF" in w.exited[1]
 
 

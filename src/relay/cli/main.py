@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": ("relay.cli.serve", "serve", "Serve a model over HTTP."),
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
     "model": ("relay.cli.model", "model", "Models on this machine."),
+    "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),
     "verify": ("relay.cli.verify", "verify", "Compare every path bit for bit."),
 }
 

@@ -23,10 +23,19 @@ from relay.control.requests import Choice
 from relay.control.state import LIVE, ClusterState
 from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
 from relay.control.workers import Worker
-from relay.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, Drain, EngineExited, Heartbeat, Hello
+from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Drain,
+    EngineExited,
+    Heartbeat,
+    Hello,
+)
 
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
+NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
 
@@ -120,7 +129,10 @@ class Membership:
             self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
         worker.last_cause = f"engine exited with {how}"
         worker.engine_exit = message
-        crashed = message.signal in CRASH_SIGNALS or (message.signal is None and message.status not in (0, None))
+        crashed = message.signal in CRASH_SIGNALS or (
+            message.signal is None and message.status not in NO_CRASH_STATUSES
+        )
+        self._explained(worker)
         victims, worker.victims = worker.victims, []
         if crashed:
             for choice, mark in victims:
@@ -142,6 +154,7 @@ class Membership:
 
     def _gone(self, worker: Worker, now_ns: int) -> None:
         """The processes of a lost worker are gone and have nothing left to say."""
+        self._explained(worker)
         self._state.commands.append(CloseWorker(worker.key))
         self._state.commands += [CancelTimer(("fence", worker.id)), CancelTimer(("reap", worker.id))]
         restart = self._state.config.restart
@@ -176,6 +189,10 @@ class Membership:
         worker.exclusive = None
         worker.forget_cache()
         worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
+        worker.explained = fence
+        if not fence:
+            for choice in worker.live:
+                choice.unexplained += 1
         for choice in list(worker.live):
             if choice in worker.live:  # failing one request may have ended others of its choices
                 self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
@@ -187,7 +204,16 @@ class Membership:
             self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
         self._dispatcher.pump(now_ns)
 
+    def _explained(self, worker: Worker) -> None:
+        """Why the worker was lost is known, or will not be known any more."""
+        if not worker.explained:
+            worker.explained = True
+            self._state.changed = True
+            for choice, _ in worker.victims:
+                choice.unexplained -= 1
+
     def _fence(self, worker: Worker, now_ns: int) -> None:
+        self._explained(worker)
         worker.agent_open = worker.engine_open = False
         self._state.commands.append(CloseWorker(worker.key))
         self._state.commands.append(StopWorker(worker.key, kill=True))

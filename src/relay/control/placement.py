@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from relay.config import SECOND
 from relay.control.admission import cannot_fit
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
 from relay.control.contract import RequestFailure
@@ -159,6 +160,7 @@ class Dispatcher:
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
+        self._doubt(choice, now_ns)
         self._cancel(choice)
         self._end(choice, now_ns)
 
@@ -166,6 +168,7 @@ class Dispatcher:
         """End every choice; ``failure`` None: the client is gone, nobody is told."""
         for choice in request.choices:
             if choice.state is not ChoiceState.ENDED:
+                self._doubt(choice, now_ns)
                 self._cancel(choice)
                 self._leave(choice)
                 choice.move(Trigger.END, now_ns)
@@ -224,10 +227,14 @@ class Dispatcher:
         choice.prefill = choice.decode = None
         choice.ahead.clear()
         self._state.queue.remove(choice)
+        self._state.release_exclusive(choice)
+
+    def _doubt(self, choice: Choice, now_ns: int) -> None:
+        """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""
         if choice.blames:
-            for worker in self._state.workers.values():
-                if worker.exclusive is choice:
-                    worker.exclusive = None
+            for worker in (choice.prefill, choice.decode):
+                if worker is not None:
+                    worker.unsure_until_ns = now_ns + int(self._state.config.detector.step_deadline_s * SECOND)
 
     def _cancel(self, choice: Choice) -> None:
         for worker in (choice.prefill, choice.decode):

@@ -42,6 +42,7 @@ class Choice:
         "transfer",
         "transfer_failures",
         "troubled",
+        "unexplained",
     )
 
     def __init__(self, request: Request, index: int, now_ns: int) -> None:
@@ -63,6 +64,7 @@ class Choice:
         self.transfer_failures = 0
         self.blames = 0
         self.blame_mark = 0
+        self.unexplained = 0  # engines just lost under it, whose agents have not said yet whether they crashed
         self.full_since_ns = 0
         self.not_before_ns = 0
 

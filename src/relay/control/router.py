@@ -47,8 +47,14 @@ class Router:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
         if not ready:
             return None
-        if choice.blames >= self._state.config.retry.max_blames - 1:
-            return self._alone(choice, ready)
+        # Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is.
+        suspicion, max_blames = choice.blames + choice.unexplained, self._state.config.retry.max_blames
+        if choice.unexplained and suspicion >= max_blames:
+            return None
+        if suspicion >= max_blames - 1:
+            return self._alone(choice, ready, now_ns)
+        if choice.troubled:
+            self._state.release_exclusive(choice)  # a loss under it turned out to be no crash
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
@@ -67,7 +73,11 @@ class Router:
         if with_kv_room is None:
             patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
             return None if patient else alone
-        prefill = self._cheapest(prefillers, uncached, lambda worker: worker.has_room)
+        # During an upgrade workers differ: KV crosses only between equal numerics.
+        pairable = [worker for worker in prefillers if worker.numerics_id == with_kv_room.numerics_id]
+        if not pairable:
+            return Placement(with_kv_room, None, uncached[with_kv_room.id], 0)
+        prefill = self._cheapest(pairable, uncached, lambda worker: worker.has_room)
         if prefill is None:
             return None
         return Placement(with_kv_room, prefill, uncached[with_kv_room.id], uncached[prefill.id])
@@ -101,13 +111,15 @@ class Router:
                 best, best_cost = worker, cost
         return best
 
-    def _alone(self, choice: Choice, ready: list[Worker]) -> Placement | None:
+    def _alone(self, choice: Choice, ready: list[Worker], now_ns: int) -> Placement | None:
         """A choice that may be killing engines runs where nothing else does: one worker is kept free for it."""
         kept = next((worker for worker in ready if worker.exclusive is choice), None)
         if kept is None:
             free = [worker for worker in ready if worker.exclusive is None]
             if not free:
                 return None
-            kept = min(free, key=lambda worker: (len(worker.live), worker.role == "prefill"))
+            kept = min(
+                free, key=lambda worker: (now_ns < worker.unsure_until_ns, len(worker.live), worker.role == "prefill")
+            )
             kept.exclusive = choice
-        return None if kept.live else Placement(kept, None, choice.num_tokens, 0)
+        return None if kept.live or now_ns < kept.unsure_until_ns else Placement(kept, None, choice.num_tokens, 0)

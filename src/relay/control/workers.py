@@ -44,6 +44,7 @@ class Worker:
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
+        self.explained = True  # False while the agent of a lost engine may still say why it ended
         self.last_cause = ""
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
@@ -57,6 +58,7 @@ class Worker:
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
         self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
+        self.unsure_until_ns = 0  # a cancelled suspect's last step may still run here until then
         # prefix cache
         self.cached: set[bytes] = set()
         self.expected: dict[bytes, Choice] = {}  # units that work placed here will bring, and whose they are
@@ -110,6 +112,7 @@ class Worker:
         self.victims = []
         self.load = None
         self.full = self.tight = False
+        self.unsure_until_ns = 0
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------

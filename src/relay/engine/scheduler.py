@@ -15,14 +15,22 @@ from relay.engine.admission import admit
 from relay.engine.kv_space import KvSpace
 from relay.engine.limits import SchedulerLimits
 from relay.engine.roster import RUNNING, Counters, Roster
-from relay.engine.sequence import CannotFit, Reservation, Sequence, SequenceState, SequenceUpdate, sequence_of
+from relay.engine.sequence import (
+    CannotFit,
+    QueueFull,
+    Reservation,
+    Sequence,
+    SequenceState,
+    SequenceUpdate,
+    sequence_of,
+)
 from relay.engine.step import StepPlan, StepResult
 from relay.engine.step_builder import Flight, StepBuilder
 from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import Load, Work
 
-__all__ = ["CannotFit", "Reservation", "Scheduler", "SchedulerLimits", "SequenceUpdate"]
+__all__ = ["CannotFit", "QueueFull", "Reservation", "Scheduler", "SchedulerLimits", "SequenceUpdate"]
 
 
 class Scheduler:
@@ -45,11 +53,11 @@ class Scheduler:
     def add(self, work: Work, *, prefill_only: bool = False) -> None:
         """Queue ``work`` for local compute. ``prefill_only`` (P): it ends with its first token, its blocks stay until ``release``.
 
-        Raises CannotFit if it can never run here or the queue is full, ValueError if the key is known.
+        Raises CannotFit if it can never run here, QueueFull if too many wait already, ValueError if the key is known.
         """
         sequence = self._new_sequence(work, prefill_only)
         if len(self._roster.waiting) >= self.limits.max_num_waiting:
-            raise CannotFit(
+            raise QueueFull(
                 f"{len(self._roster.waiting)} sequences are waiting, the limit is {self.limits.max_num_waiting}"
             )
         self._roster.sequences[sequence.key] = sequence
@@ -264,6 +272,10 @@ class Scheduler:
     def block_table(self, key: SequenceKey) -> list[int]:
         """The blocks of a sequence, in order (none while it waits). Raises KeyError for an unknown key."""
         return list(self._roster.sequences[key].blocks)
+
+    def keys(self) -> list[SequenceKey]:
+        """All sequences that have not ended."""
+        return list(self._roster.sequences)
 
     def has_work(self) -> bool:
         """There is something to compute or a result to wait for."""

@@ -125,6 +125,10 @@ class CannotFit(ValueError):
     """The work can never run on this engine; the text holds the numbers."""
 
 
+class QueueFull(Exception):
+    """The work fits, but not now: too many sequences wait already."""
+
+
 def sequence_of(work: Work, limits: SchedulerLimits, namespace: str, arrival: int, prefill_only: bool) -> Sequence:
     """The sequence of ``work``. Raises CannotFit."""
     length = len(work.token_ids)

@@ -207,6 +207,9 @@ class Heartbeat(Message, tag="heartbeat"):
     engine_state: str  # kernel process state letter
 
 
+GATEWAY_LOST_STATUS = 8  # exit status of an engine that ended because its gateway's connection did: no crash of its own
+
+
 class EngineExited(Message, tag="engine_exited"):
     """The engine of this worker is gone. ``signal`` or ``status``, as waitid tells."""
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relay.engine.scheduler import CannotFit, Scheduler
+from relay.engine.scheduler import CannotFit, QueueFull, Scheduler
 from relay.engine.sequence import SequenceUpdate
 from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import (
+    GATEWAY_LOST_STATUS,
     Accept,
     Cancel,
     Drain,
@@ -137,7 +138,7 @@ class WorkerCore:
             case DrainRequested():
                 self._drain(now_ns)
             case GatewayLost(gateway, reason):
-                self._exit(1, f"gateway {gateway} is lost: {reason}")
+                self._exit(GATEWAY_LOST_STATUS, f"gateway {gateway} is lost: {reason}")
         return self._take_commands()
 
     def advance(self, now_ns: int) -> list[Command]:
@@ -199,6 +200,8 @@ class WorkerCore:
                         self._reserve(gateway, order, key)
                     case Prefill():
                         self._prefill(gateway, order, key)
+            except QueueFull:
+                self._refuse(gateway, work, "full")
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
 

@@ -1,6 +1,6 @@
 """The engine process: ``python -m relay.worker.engine_process --spec FILE_OR_JSON [--agent-pid N --status PATH]``.
 
-Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 1 when a gateway is lost,
+Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 8 when a gateway is lost,
 with an error's own code when it could not start.
 """
 

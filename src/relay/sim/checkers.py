@@ -1,0 +1,294 @@
+"""The invariants, and where they are checked. A broken one raises ``Violation``, which stops the run.
+
+I1 is checked by every client on every delivery (``clients.py``); the others here: after every event on what it touched, all of
+it in ``audit`` (every 50 ms of virtual time) and ``quiesced`` (at the end).
+"""
+
+from typing import TYPE_CHECKING
+
+from relay.config import SECOND
+from relay.control import commands as c
+from relay.control import events as e
+from relay.control.invariants import violations
+from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.state import LIVE
+from relay.control.transitions import ChoiceState, WorkerState
+from relay.ids import SequenceKey
+from relay.protocol.messages import Accept, Refuse, SequenceFailed, Tokens
+from relay.sim.backend import LAYERS
+from relay.sim.engine import TICK_NS, EngineProcess
+from relay.sim.kernel import Violation
+from relay.transfer.contract import ReceiveCompleted
+from relay.worker.events import Event as WorkerEvent
+from relay.worker.held import HeldState
+
+if TYPE_CHECKING:
+    from relay.sim.world import World
+
+STATEMENTS = {
+    "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
+    "I2": "the committed position never goes back and is what the client was sent",
+    "I3": "nothing from an old attempt, incarnation or owner changes state",
+    "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
+    "I6": "an attempt runs on one worker, and P and D of it are one each",
+    "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
+    "I8": "every held block, sequence and transfer has a live owner",
+    "I9": "blocks: free + used + cached = total",
+    "I10": "every queue and buffer is bounded",
+    "I11": "a poison request kills at most three engines, and no innocent is quarantined",
+    "I12": "after the faults end every worker is ready again and serves",
+    "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
+    "core": "the cores' own invariants hold and no core raises",
+}
+OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
+AUDIT_NS = 25_000_000
+TICKS = 4  # how many ticks late a deadline may be noticed
+
+_Fingerprint = tuple[int, int]
+
+
+class Checkers:
+    """Holds what must be remembered between two events."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._stale: list[tuple[Choice, _Fingerprint]] = []
+        self._ownerless: dict[tuple[str, int, SequenceKey], int] = {}
+        self.full_checks = 0
+
+    # --- the gateway ----------------------------------------------------------------------------------------------
+
+    def before_gateway(self, event: e.Event) -> None:
+        """Remember every choice that ``event`` speaks of without having the right to."""
+        self._stale = []
+        if type(event) is not e.WorkerMessage:
+            return
+        message = event.message
+        state = self._world.gateway.core.state
+        current = state.current(event.worker)
+        entries: list[Accept | Refuse | SequenceFailed] | list[object]
+        if isinstance(message, Tokens):
+            entries = list(message.entries)
+        elif isinstance(message, Accept | Refuse | SequenceFailed):
+            entries = [message]
+        else:
+            return
+        for entry in entries:
+            choice = self._choice(entry.request, entry.choice)  # type: ignore[attr-defined]
+            if choice is None or choice.state is ChoiceState.ENDED:
+                continue
+            workers = (choice.prefill, choice.decode)
+            if current is None or current not in workers or choice.attempt != entry.attempt:  # type: ignore[attr-defined]
+                self._world.kernel.sometimes("stale message")
+                self._stale.append((choice, (len(choice.committed), choice.attempt)))
+
+    def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
+        for choice, (committed, attempt) in self._stale:
+            if len(choice.committed) != committed:
+                raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
+            if choice.attempt == attempt and choice.state is ChoiceState.ENDED and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was ended by an attempt that is over")
+        touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
+        if touched:
+            for entry in event.message.entries:  # type: ignore[union-attr]
+                choice = self._choice(entry.request, entry.choice)
+                if choice is not None:
+                    self._committed(choice, commands)
+        else:
+            self._core_state()
+        self._bounds()
+
+    def _ended_by_others(self, choice: Choice) -> bool:
+        """Other choices' messages in the same event may end a request as a whole."""
+        return choice.request.id not in self._world.gateway.core.state.requests
+
+    def _choice(self, request_id: int, index: int) -> Choice | None:
+        request = self._world.gateway.core.state.requests.get(request_id)
+        return request.choices[index] if request is not None and 0 <= index < len(request.choices) else None
+
+    def _committed(self, choice: Choice, commands: list[c.Command]) -> None:
+        """I2: what the core committed is what the client has, with what is being delivered to it now."""
+        client = self._world.clients.get(choice.request.id)
+        if client is None or not client.open:
+            return
+        coming = sum(
+            len(command.delivery.token_ids)
+            for command in commands
+            if type(command) is c.Deliver
+            and command.request == choice.request.id
+            and command.delivery.choice == choice.index
+        )
+        have = len(client.tokens[choice.index])
+        if choice.index not in client.stopped and have + coming != len(choice.committed):
+            raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
+        if sum(len(early.token_ids) for early in choice.ahead) > MAX_AHEAD_TOKENS:
+            raise Violation("I10", f"{choice} keeps {len(choice.ahead)} early entries")
+
+    def _core_state(self) -> None:
+        self.full_checks += 1
+        state = self._world.gateway.core.state
+        found = violations(state)
+        if found:
+            raise Violation("core", "; ".join(found[:3]))
+        for request in state.requests.values():
+            for choice in request.choices:
+                prefill, decode = choice.prefill, choice.decode
+                if decode is None:
+                    continue
+                if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
+                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
+                if prefill is not None and choice.state is ChoiceState.HANDOFF:
+                    if prefill.numerics_id != decode.numerics_id:
+                        raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
+
+    def _bounds(self) -> None:
+        state = self._world.gateway.core.state
+        limits = state.config.admission
+        if state.queue.num_new > limits.max_num_queued_reqs or state.queue.num_new < 0:
+            raise Violation("I10", f"{state.queue.num_new} sequences wait, the bound is {limits.max_num_queued_reqs}")
+        for worker in state.workers.values():
+            if len(worker.live) > worker.max_live:
+                raise Violation("I10", f"{worker.id} has {len(worker.live)} of {worker.max_live} sequences")
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def worker_event(self, engine: EngineProcess, event: WorkerEvent) -> None:
+        """After every event of a worker core, but before a completed reception is acted on."""
+        if isinstance(event, ReceiveCompleted):
+            self._received(engine, event.transfer)
+            return
+        held = engine.core.held
+        try:
+            engine.scheduler.check()
+            held.check()
+        except AssertionError as error:
+            raise Violation("I9", f"{engine.key.worker}: {error}") from error
+        if len(held) > self._world.swarm.worker.max_held:
+            raise Violation("I10", f"{engine.key.worker} holds {len(held)} sequences")
+        scheduled = engine.scheduler.keys()
+        if len(scheduled) != len(held) or any(key not in held.by_key for key in scheduled):
+            raise Violation("I8", f"{engine.key.worker} schedules {scheduled}, holds {list(held.by_key)}")
+
+    def _received(self, engine: EngineProcess, transfer: int) -> None:
+        """I7: every byte that decode is going to read is the one the oracle has."""
+        held = engine.core.held.by_transfer.get(transfer)
+        if held is None or held.state is not HeldState.RESERVED:
+            return
+        client = self._world.clients[held.key.request]
+        oracle = client.oracles.get(held.key.request, client.submission, held.key.choice, engine.numerics)
+        count = len(held.work.token_ids)
+        table = engine.scheduler.block_table(held.key)
+        for layer in range(LAYERS):
+            cells = engine.backend.cells(layer, table, count)
+            wanted = oracle.kv[layer][: count * 16]
+            if cells != wanted:
+                first = next(p for p in range(count) if cells[p * 16 : p * 16 + 16] != wanted[p * 16 : p * 16 + 16])
+                raise Violation(
+                    "I7",
+                    f"{engine.key.worker}: transfer {transfer} is complete, position {first} of layer {layer} is wrong",
+                )
+
+    # --- everything, now and then ---------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Whole-cluster checks: one runner an attempt, and nothing kept that nobody wants."""
+        self._core_state()
+        now_ns = self._world.kernel.now_ns
+        runners: dict[SequenceKey, str] = {}
+        prefillers: dict[SequenceKey, str] = {}
+        ownerless: dict[tuple[str, int, SequenceKey], int] = {}
+        for node in self._world.workers.values():
+            engine = node.running
+            if engine is None:
+                continue
+            for key, held in engine.core.held.by_key.items():
+                group = prefillers if held.state in (HeldState.PREFILLING, HeldState.HANDED_OFF) else runners
+                other = group.setdefault(key, node.key.worker)
+                if other != node.key.worker:
+                    raise Violation("I6", f"{key} is {held.state} on {other} and on {node.key.worker}")
+                if not self._wanted(engine, key):
+                    name = (*node.key, key)
+                    since_ns = max(self._ownerless.get(name, now_ns), self._world.calm_since_ns(node.key.worker))
+                    ownerless[name] = since_ns
+                    if now_ns - since_ns > OWNERLESS_NS:
+                        raise Violation(
+                            "I8",
+                            f"{node.key.worker} holds {key} ({held.state}), which nobody wants since "
+                            f"{(now_ns - since_ns) // 1_000_000} ms",
+                        )
+            orphans = [t for t in engine.transport.open_transfers() if t not in engine.core.held.by_transfer]
+            if orphans and not engine.inbox:
+                raise Violation("I8", f"{node.key.worker} keeps transfers {orphans} of no sequence")
+            self._transfers(engine)
+        self._ownerless = ownerless
+        self._deadlines()
+
+    def _deadlines(self) -> None:
+        """A calm gateway has noticed by now what it must notice."""
+        world = self._world
+        now_ns = world.kernel.now_ns
+        state = world.gateway.core.state
+        detector, slack_ns = state.config.detector, int(TICKS * state.config.tick_s * SECOND)
+        # Its own stalls excuse it, and half of the workers silent at once let it wait once more.
+        awake_ns = now_ns - world.calm_since_ns("")
+        silence_ns = 2 * int(detector.dead_after_s * SECOND) + slack_ns
+        for worker in state.workers.values():
+            silent_ns = min(awake_ns, now_ns - world.gateway.heard_ns.get(worker.key, now_ns))
+            if worker.state in LIVE and silent_ns > silence_ns:
+                raise Violation(
+                    "detection", f"{worker.id} is {worker.state.value}, silent for {silent_ns / SECOND:.1f} s"
+                )
+        bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
+        for request in state.requests.values():
+            for choice in request.choices:
+                bound_s = bounds.get(choice.state)
+                age_ns = min(awake_ns, now_ns - choice.changed_ns)
+                if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
+                    raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
+
+    def _transfers(self, engine: EngineProcess) -> None:
+        """No transfer outlives its lease."""
+        if engine.stopped:
+            return
+        now_ns = self._world.kernel.now_ns
+        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
+            if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
+                raise Violation(
+                    "detection",
+                    f"{engine.key.worker}: transfer {transfer} lives, its peer is silent for {silent_ns / SECOND:.1f} s",
+                )
+
+    def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
+        choice = self._choice(key.request, key.choice)
+        if choice is None or choice.attempt != key.attempt:
+            return False
+        return any(w is not None and w.key == engine.key for w in (choice.prefill, choice.decode))
+
+    def quiesced(self) -> None:
+        """The leak check: no request, sequence, block, transfer or timer is left."""
+        world = self._world
+        state = world.gateway.core.state
+        self._core_state()
+        if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
+            raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
+        if state.requests or len(state.queue):
+            raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
+        if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):
+            raise Violation("I8", "the gateway counts work that is gone")
+        for worker in state.workers.values():
+            if worker.state is not WorkerState.READY:
+                raise Violation("I12", f"{worker.id} is {worker.state.value} after the healing")
+        extra = [key for key in world.gateway.timers if key[0] != "tick"]
+        if extra:
+            raise Violation("I8", f"the gateway still has timers {extra}")
+        for node in world.workers.values():
+            engine = node.running
+            if engine is None:
+                continue
+            load = engine.scheduler.load()
+            if len(engine.core.held) or load.kv_used or load.running or load.waiting:
+                raise Violation("I8", f"{node.key.worker} still holds {list(engine.core.held.by_key)}: {load}")
+            if engine.transport.open_transfers():
+                raise Violation("I8", f"{node.key.worker} still has transfers {engine.transport.open_transfers()}")

@@ -1,0 +1,93 @@
+"""Simulated clients: each knows the oracle's tokens and checks its own stream as it arrives (I1)."""
+
+from dataclasses import dataclass, field
+
+from relay.control.contract import Delivery, RequestFailure, Submission
+from relay.sim.backend import Oracle
+from relay.sim.kernel import Violation
+
+
+@dataclass(slots=True)
+class Expectation:
+    """What a request may end with besides finishing."""
+
+    poison: bool = False
+    faults_before: int = 0  # faults injected when it was submitted
+    probe: bool = False  # sent after the healing: must finish
+
+
+class Oracles:
+    """Oracles by (submission, choice, numerics id), made when first needed."""
+
+    def __init__(self, max_len: int) -> None:
+        self._max_len = max_len
+        self._known: dict[tuple[int, int, str], Oracle] = {}
+
+    def get(self, request: int, submission: Submission, choice: int, numerics: str) -> Oracle:
+        key = (request, choice, numerics)
+        oracle = self._known.get(key)
+        if oracle is None:
+            oracle = Oracle(numerics, submission.token_ids, submission.params, choice, self._max_len)
+            self._known[key] = oracle
+        return oracle
+
+
+@dataclass(slots=True)
+class Client:
+    """One request as its client sees it."""
+
+    request: int
+    submission: Submission
+    expectation: Expectation
+    oracles: Oracles
+    tokens: list[list[int]] = field(default_factory=list)
+    numerics: list[list[str]] = field(default_factory=list)  # ids whose oracle agrees with all tokens so far, by choice
+    finished: dict[int, str] = field(default_factory=dict)
+    stopped: dict[int, None] = field(default_factory=dict)
+    ended: bool = False
+    cancelled: bool = False
+    failure: RequestFailure | None = None
+
+    def begin(self, numerics: list[str]) -> None:
+        self.tokens = [[] for _ in range(self.submission.n)]
+        self.numerics = [list(numerics) for _ in range(self.submission.n)]
+
+    @property
+    def open(self) -> bool:
+        return not self.ended and not self.cancelled
+
+    def deliver(self, delivery: Delivery) -> None:
+        choice = delivery.choice
+        name = f"request {self.request}.{choice}"
+        if not self.open or choice in self.finished or choice in self.stopped:
+            raise Violation("I1", f"{name}: tokens after the end")
+        seen = self.tokens[choice]
+        if delivery.position != len(seen):
+            raise Violation("I1", f"{name}: position {delivery.position} after {len(seen)} tokens")
+        seen += delivery.token_ids
+        agreeing = [
+            numerics
+            for numerics in self.numerics[choice]
+            if self.oracles.get(self.request, self.submission, choice, numerics).outputs[: len(seen)] == seen
+        ]
+        if not agreeing:
+            oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
+            raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
+        self.numerics[choice] = agreeing
+        if delivery.finish is not None:
+            oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
+            if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
+                raise Violation(
+                    "I1", f"{name}: finished ({delivery.finish}) after {len(seen)} of {len(oracle.outputs)} tokens"
+                )
+            self.finished[choice] = delivery.finish
+
+    def end(self, failure: RequestFailure | None) -> None:
+        if self.ended:
+            raise Violation("I1", f"request {self.request} ended twice")
+        self.ended = True
+        self.failure = failure
+        if failure is None and not self.cancelled:
+            for choice in range(self.submission.n):
+                if choice not in self.finished and choice not in self.stopped:
+                    raise Violation("I1", f"request {self.request} ended, choice {choice} did not finish")

@@ -1,0 +1,264 @@
+"""A simulated engine process: the production worker core, scheduler, runner and step executor in a shell without sockets and threads.
+
+The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn handles them all and then lets the core plan.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from relay.engine.runner import Runner
+from relay.engine.scheduler import Scheduler, SchedulerLimits
+from relay.ids import WorkerKey
+from relay.protocol.framing import FrameDecoder, FramingError, encode
+from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
+from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, HashBackend
+from relay.sim.kernel import Kernel
+from relay.sim.kv_link import SimTransport
+from relay.sim.network import Network, Side
+from relay.sim.process import Process
+from relay.sim.swarm import Swarm
+from relay.transfer.contract import Identity, ReceiveCompleted
+from relay.worker.commands import (
+    AbortTransfer,
+    Command,
+    Exit,
+    ForgetUnsent,
+    OpenReceive,
+    OpenSend,
+    SendHandoff,
+    SendToGateway,
+    SetTimer,
+    StartStep,
+)
+from relay.worker.core import WorkerCore
+from relay.worker.events import DrainRequested, Event, GatewayLost, OrderReceived, StepFinished, TimerFired
+from relay.worker.step_thread import StepThread
+
+LOOP_NS = 20_000  # from an event to the turn that handles it
+TICK_NS = 250_000_000
+MODEL_DIGEST = "hash-model"
+
+
+class Page:
+    """The status page that the agent reads."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.phase = "ready"
+        self.since_ns = 0
+        self.draining = False
+
+    def set_phase(self, phase: str, now_ns: int) -> None:
+        self.phase, self.since_ns = phase, now_ns
+
+
+class EngineProcess(Process):
+    """``exited(status, signal)`` is called once, when it ends. ``observe(engine, event)`` after every event it handled."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        network: Network,
+        swarm: Swarm,
+        key: WorkerKey,
+        role: Role,
+        numerics: str,
+        exited: Callable[[int | None, int | None], None],
+        observe: "Callable[[EngineProcess, Event], None]",
+        poisoned: Callable[[], None],
+    ) -> None:
+        super().__init__(kernel)
+        self.key = key
+        self.role = role
+        self.numerics = numerics
+        self.slow = 1
+        self.fail_next_step = False
+        self.page = Page()
+        self._network = network
+        self._swarm = swarm
+        self._exited = exited
+        self._observe = observe
+        self._poisoned = poisoned
+        limits: SchedulerLimits = swarm.scheduler
+        self.backend = HashBackend(numerics, self._trouble)
+        self.backend.allocate_kv(limits.num_blocks, limits.block_size, "float32")
+        self.runner = Runner(self.backend, PROGRAM, limits)
+        self.scheduler = Scheduler(limits, numerics)
+        self.core = WorkerCore(swarm.worker, self.scheduler, self.runner.kv_digests)
+        identity = Identity(key.worker, key.incarnation, MODEL_DIGEST, numerics, LAYOUT)
+        self.transport = SimTransport(network, identity, self.backend, self.post, swarm.transfer, self, self.guard)
+        page: Any = self.page
+        self._steps = StepThread(self.runner, self.transport, LAYERS, page, self.post, self)
+        self._queue: deque[StartStep] = deque()
+        self._stepping = False
+        self.inbox: deque[Event] = deque()
+        self._turn_due = False
+        self._timers: dict[str, int] = {}
+        self._decoder = FrameDecoder(GatewayToEngine)
+        self._side: Side | None = None
+        network.dial(key.worker, "engine", "gateway", self.guard(self._dialled))
+        self.after(TICK_NS, self._tick)
+
+    def now_ns(self) -> int:
+        """This process's clock."""
+        return self.kernel.now_ns
+
+    # --- the gateway ----------------------------------------------------------------------------------------------
+
+    def _dialled(self, result: Side | str) -> None:
+        if isinstance(result, str):
+            self.end(7, None)
+            return
+        self._side = result
+        result.on_data, result.on_close = self.guard(self._data), self.guard(self._gateway_lost)
+        limits = self._swarm.scheduler
+        hello = Hello(
+            process="engine",
+            worker=self.key.worker,
+            incarnation=self.key.incarnation,
+            pid=2,
+            role=self.role,
+            kv_addresses=self.transport.addresses,
+            model_digest=MODEL_DIGEST,
+            numerics_id=self.numerics,
+            kv_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+        )
+        result.send(encode(hello))
+
+    def _data(self, data: bytes) -> None:
+        try:
+            messages: list[Message] = self._decoder.feed(data)
+        except FramingError as error:
+            self._gateway_lost(str(error))
+            return
+        for message in messages:
+            if isinstance(message, Rejected):
+                self.post(GatewayLost(0, f"refused: {message.reason}"))
+            elif not isinstance(message, Welcome):
+                self.post(OrderReceived(0, message))  # type: ignore[arg-type] # the decoder's union
+
+    def _gateway_lost(self, reason: str) -> None:
+        self.post(GatewayLost(0, reason))
+
+    def sigterm(self) -> None:
+        self.run(self.post, DrainRequested())
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        self.inbox.append(event)
+        if not self._turn_due:
+            self._turn_due = True
+            self.after(LOOP_NS, self.turn)
+
+    def turn(self) -> None:
+        self._turn_due = False
+        while self.alive and self.inbox:
+            event = self.inbox.popleft()
+            if isinstance(event, ReceiveCompleted):
+                self._observe(self, event)  # before the blocks may change
+            self._carry_out(self.core.handle(event, self.now_ns()))
+            if self.alive and not isinstance(event, ReceiveCompleted):
+                self._observe(self, event)
+        if self.alive:
+            self._carry_out(self.core.advance(self.now_ns()))
+            self.page.draining = self.core.draining
+
+    def _tick(self) -> None:
+        self.transport.tick(self.now_ns())
+        self.after(TICK_NS, self._tick)
+
+    def _timer(self, name: str, at_ns: int) -> None:
+        if self._timers.get(name) == at_ns:
+            del self._timers[name]
+            self.post(TimerFired(name))
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        transport = self.transport
+        for command in commands:
+            match command:
+                case SendToGateway(_, message):
+                    if self._side is not None:
+                        self._side.send(encode(message))
+                case StartStep():
+                    self._queue.append(command)
+                    self._begin_step()
+                case SendHandoff(transfer, handoff):
+                    transport.send_handoff(transfer, handoff)
+                case OpenSend(send):
+                    transport.open_send(send)
+                case OpenReceive(receive):
+                    transport.open_receive(receive)
+                case AbortTransfer(transfer, reason):
+                    transport.abort(transfer, reason)
+                case ForgetUnsent(transfer):
+                    transport.forget_unsent(transfer)
+                case SetTimer(name, at_ns):
+                    self._timers[name] = at_ns
+                    self.kernel.at(at_ns, self.run, self._timer, name, at_ns)
+                case Exit(status, _):
+                    self.end(status, None)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Start the oldest step. Its arithmetic happens at once or at the end of its time: both orders of every race occur."""
+        if self._stepping or not self._queue:
+            return
+        self._stepping = True
+        step = self._queue.popleft()
+        self.page.set_phase("stepping", self.now_ns())
+        cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
+        duration_ns = cost_ns * self.slow
+        if self.kernel.tape.below(2, "step computes late"):
+            self.after(duration_ns, self._finish_step, step, None)
+        else:
+            event = self._execute(step)
+            if event is not None:
+                self.after(duration_ns, self._finish_step, step, event)
+
+    def _execute(self, step: StartStep) -> StepFinished | None:
+        try:
+            return StepFinished(self._steps.execute(step))
+        except EngineCrash:
+            self._poisoned()
+            self.end(None, 11)
+            return None
+
+    def _finish_step(self, step: StartStep, event: StepFinished | None) -> None:
+        if event is None:
+            event = self._execute(step)
+            if event is None:
+                return
+        if event.result.error is not None:
+            self.kernel.sometimes("a step raised")
+        self.page.step += 1
+        self._stepping = False
+        if not self._queue:
+            self.page.set_phase("ready", self.now_ns())
+        self.post(event)
+        self._begin_step()
+
+    def _trouble(self, token_ids: list[int]) -> None:
+        if POISON in token_ids:
+            raise EngineCrash
+        if self.fail_next_step:
+            self.fail_next_step = False
+            raise RuntimeError("injected")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def end(self, status: int | None, signal: int | None) -> None:
+        """The process is gone; the kernel closes its sockets."""
+        if not self.alive:
+            return
+        self.die()
+        self.transport.close()
+        for kind in ("engine", "kv"):
+            for side in self._network.connections_of(self.key.worker, kind):
+                side.close()
+        self._exited(status, signal)

@@ -1,0 +1,77 @@
+"""The heart of the simulation: one heap of events, one virtual clock, one trace."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from hashlib import blake2b
+from heapq import heappop, heappush
+from typing import Any
+
+from relay.sim.tape import Tape
+
+STORY_LINES = 400
+
+
+class Violation(Exception):
+    """An invariant does not hold. ``invariant`` is its name in ``checkers.STATEMENTS``."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+        self.text = text
+
+
+class Kernel:
+    """Runs events in order of (time, number). Time is integer nanoseconds and moves only here."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.now_ns = 0
+        self.events = 0
+        self.counts: Counter[str] = Counter()  # sometimes(name)
+        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+        self._story: deque[tuple[int, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
+        self._trace = blake2b(digest_size=16)
+
+    def at(self, time_ns: int, handler: Callable[..., None], *arguments: Any) -> None:
+        """Call ``handler`` at ``time_ns``, after everything scheduled earlier for that moment."""
+        self._number += 1
+        heappush(self._heap, (max(time_ns, self.now_ns), self._number, handler, arguments))
+
+    def after(self, delay_ns: int, handler: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now_ns + delay_ns, handler, *arguments)
+
+    def step(self) -> bool:
+        """Handle one event; False when there is none."""
+        if not self._heap:
+            return False
+        time_ns, _, handler, arguments = heappop(self._heap)
+        self.now_ns = time_ns
+        self.events += 1
+        self._trace.update(b"%d %b;" % (time_ns, handler.__name__.encode()))
+        handler(*arguments)
+        return True
+
+    @property
+    def pending(self) -> int:
+        return len(self._heap)
+
+    def witness(self, data: bytes) -> None:
+        """Make ``data`` part of the trace: two runs with equal traces saw the same bytes at the same times."""
+        self._trace.update(data)
+
+    @property
+    def trace_hash(self) -> str:
+        return self._trace.hexdigest()
+
+    def sometimes(self, name: str) -> None:
+        """Count an interesting moment. A name that no seed of a sweep ever counts is a hole in the simulation."""
+        self.counts[name] += 1
+
+    def tell(self, text: str, *arguments: object) -> None:
+        """A line of the story; formatted only when the story is told."""
+        self._story.append((self.now_ns, text, arguments))
+
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines, oldest first."""
+        return [f"{at / 1e6:10.3f} ms  {text.format(*args)}" for at, text, args in list(self._story)[-lines:]]

@@ -1,0 +1,293 @@
+"""Planted bugs: one-line changes of the cores that the simulation must find. They prove that the alarm rings.
+
+Each is a patch of one attribute of a production class for the length of a run; nothing of it exists in production.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from relay.control.commands import SendToEngine
+from relay.control.detector import Detector
+from relay.control.membership import Membership
+from relay.control.placement import Dispatcher
+from relay.control.requests import Choice
+from relay.control.router import Router
+from relay.control.state import ClusterState
+from relay.control.stream import TokenPath
+from relay.control.workers import Worker
+from relay.engine.block_pool import BlockPool
+from relay.engine.kv_space import KvSpace
+from relay.engine.scheduler import Scheduler
+from relay.engine.slots import Slots
+from relay.sim.run import run_seed
+from relay.transfer.receiver import Receiver
+from relay.transfer.sender import Sender
+from relay.worker.core import WorkerCore
+from relay.worker.table import HeldTable
+
+SEEDS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``change(original)`` returns what takes the place of ``owner.attribute``."""
+
+    name: str
+    owner: type
+    attribute: str
+    change: Callable[[Any], Any]
+
+
+def _nothing(original: Any) -> Any:
+    return lambda *arguments, **keywords: None
+
+
+def _resume_off_by_one(original: Any) -> Any:
+    def work(choice: Choice) -> Any:
+        body = original(choice)
+        if choice.attempt > 1 and len(choice.committed) > 1:
+            body.token_ids = body.token_ids[:-1]
+        return body
+
+    return work
+
+
+def _no_attempt_check(original: Any) -> Any:
+    def tokens(path: TokenPath, worker: Worker, message: Any, now_ns: int) -> None:
+        for entry in message.entries:
+            request = path._state.requests.get(entry.request)
+            if request is not None:
+                entry.attempt = request.choices[entry.choice].attempt
+        original(path, worker, message, now_ns)
+
+    return tokens
+
+
+def _no_cancel(original: Any) -> Any:
+    def cancel_at(dispatcher: Dispatcher, choice: Choice, worker: Worker) -> None:
+        return None
+
+    return cancel_at
+
+
+def _cancel_only_decode(original: Any) -> Any:
+    def cancel(dispatcher: Dispatcher, choice: Choice) -> None:
+        if choice.decode is not None:
+            dispatcher._cancel_at(choice, choice.decode)
+
+    return cancel
+
+
+def _trim_keeps_all(original: Any) -> Any:
+    def trim(path: TokenPath, choice: Choice, worker: Worker, entry: Any, now_ns: int) -> Any:
+        return entry
+
+    return trim
+
+
+def _blind_to_incarnation(original: Any) -> Any:
+    def current(state: ClusterState, key: Any) -> Worker | None:
+        return state.workers.get(key.worker)
+
+    return current
+
+
+def _any_numerics(original: Any) -> Any:
+    return lambda router, worker, choice: True
+
+
+def _partial_coverage(original: Any) -> Any:
+    return property(lambda receiver: receiver._layers_missing <= 1)
+
+
+def _stale_epoch(original: Any) -> Any:
+    def hear(receiver: Receiver, header: Any, now_ns: int) -> bool:
+        return not receiver.over
+
+    return hear
+
+
+def _release_twice(original: Any) -> Any:
+    def release(pool: BlockPool, blocks: Any, after_step: int = 0) -> None:
+        listed = list(blocks)
+        original(pool, listed, after_step)
+        shared = [block for block in listed if pool.references(block)]
+        original(pool, shared[:1], after_step)
+
+    return release
+
+
+def _no_quarantine(original: Any) -> Any:
+    return lambda pool, blocks, after_step=0: original(pool, blocks, 0)
+
+
+def _slot_at_once(original: Any) -> Any:
+    return lambda slots, slot, after_step: original(slots, slot, 0)
+
+
+def _publish_early(original: Any) -> Any:
+    """Blocks are named when they are planned, not when they are computed."""
+
+    def publish(space: KvSpace, sequence: Any) -> None:
+        computed = sequence.num_computed
+        sequence.num_computed = max(computed, min(sequence.capacity, len(sequence.token_ids)))
+        original(space, sequence)
+        sequence.num_computed = computed
+
+    return publish
+
+
+def _whole_prompt_cached(original: Any) -> Any:
+    """A reservation counts one block more as cached than it is."""
+
+    def match(space: KvSpace, sequence: Any, limit: int) -> list[int]:
+        found: list[int] = original(space, sequence, limit)
+        return found + found[-1:] if found and (len(found) + 1) * space._block_size <= limit else found
+
+    return match
+
+
+def _retry_at_once(original: Any) -> Any:
+    def fail(dispatcher: Dispatcher, request: Any, failure: Any, now_ns: int) -> None:
+        if failure is not None:
+            failure.retry_after_s = 0
+        original(dispatcher, request, failure, now_ns)
+
+    return fail
+
+
+def _forget_victims(original: Any) -> Any:
+    """A lost worker's choices stay on it."""
+
+    def lose(membership: Membership, worker: Worker, cause: str, now_ns: int, **keywords: Any) -> None:
+        kept, worker.live = worker.live, {}
+        original(membership, worker, cause, now_ns, **keywords)
+        worker.live = kept
+
+    return lose
+
+
+def _lost_for_good(original: Any) -> Any:
+    return _nothing(original)
+
+
+def _no_reopen(original: Any) -> Any:
+    def failed(path: TokenPath, worker: Worker, message: Any, now_ns: int) -> None:
+        return None
+
+    return failed
+
+
+def _never_acknowledge(original: Any) -> Any:
+    def send_ended(core: WorkerCore, transfer: int) -> None:
+        return None
+
+    return send_ended
+
+
+def _keep_receptions(original: Any) -> Any:
+    def receive_failed(core: WorkerCore, transfer: int, reason: str) -> None:
+        return None
+
+    return receive_failed
+
+
+def _activate_forgets(original: Any) -> Any:
+    """D does not report the first token, so it is lost when P's report is."""
+
+    def activate(scheduler: Scheduler, key: Any, first_token: Any) -> Any:
+        first_token.token_id = (first_token.token_id + 1) % 8
+        return original(scheduler, key, first_token)
+
+    return activate
+
+
+def _old_attempt_wins(original: Any) -> Any:
+    """A worker that holds an older attempt refuses the newer one."""
+
+    def attempt(table: HeldTable, request: int, choice: int) -> Any:
+        held = original(table, request, choice)
+        return held if held is None or held.key.attempt > 1 else None
+
+    return attempt
+
+
+def _handoff_ahead(original: Any) -> Any:
+    """The handoff does not wait for the last KV frame."""
+    return property(lambda sender: True)
+
+
+def _double_send(original: Any) -> Any:
+    def place(dispatcher: Dispatcher, choice: Choice, placement: Any, now_ns: int) -> None:
+        original(dispatcher, choice, placement, now_ns)
+        other = next((w for w in dispatcher._state.ready_workers() if w not in (choice.decode, choice.prefill)), None)
+        last = dispatcher._state.commands[-1] if dispatcher._state.commands else None
+        if other is not None and isinstance(last, SendToEngine):
+            dispatcher._state.commands.append(SendToEngine(other.key, last.message))
+
+    return place
+
+
+def _unbooked(original: Any) -> Any:
+    def unbook(worker: Worker, choice: Choice) -> None:
+        worker.live.pop(choice, None)
+
+    return unbook
+
+
+MUTANTS = (
+    Mutant("resume off by one", Choice, "work", _resume_off_by_one),
+    Mutant("no attempt check on tokens", TokenPath, "tokens", _no_attempt_check),
+    Mutant("no cancel fan-out", Dispatcher, "_cancel_at", _no_cancel),
+    Mutant("cancel does not reach prefill", Dispatcher, "_cancel", _cancel_only_decode),
+    Mutant("repeated tokens are delivered again", TokenPath, "_trim", _trim_keeps_all),
+    Mutant("incarnation ignored", ClusterState, "current", _blind_to_incarnation),
+    Mutant("numerics id ignored", Router, "_may_serve", _any_numerics),
+    Mutant("partial coverage accepted", Receiver, "covered", _partial_coverage),
+    Mutant("stale epoch and attempt accepted", Receiver, "_hear", _stale_epoch),
+    Mutant("shared block released twice", BlockPool, "release", _release_twice),
+    Mutant("blocks return under a step in flight", BlockPool, "release", _no_quarantine),
+    Mutant("slots return under a step in flight", Slots, "give_back", _slot_at_once),
+    Mutant("blocks published before computed", KvSpace, "publish", _publish_early),
+    Mutant("one block too many from the cache", KvSpace, "match", _whole_prompt_cached),
+    Mutant("Retry-After 0", Dispatcher, "fail", _retry_at_once),
+    Mutant("choices stay on a lost worker", Membership, "lose", _forget_victims),
+    Mutant("a lost worker is not started again", Membership, "_schedule_restart", _nothing),
+    Mutant("failed attempts are ignored", TokenPath, "failed", _no_reopen),
+    Mutant("acknowledged blocks are kept", WorkerCore, "_send_ended", _never_acknowledge),
+    Mutant("failed receptions are kept", WorkerCore, "_receive_failed", _keep_receptions),
+    Mutant("silence is never death", Detector, "_silence", _nothing),
+    Mutant("answers are never late", Detector, "_answers", _nothing),
+    Mutant("crashes are never blamed", Membership, "_blame", _nothing),
+    Mutant("handed-off token replaced", Scheduler, "activate", _activate_forgets),
+    Mutant("first attempts are not superseded", HeldTable, "attempt", _old_attempt_wins),
+    Mutant("handoff before the last frame", Sender, "all_sent", _handoff_ahead),
+    Mutant("work sent to two workers", Dispatcher, "_place", _double_send),
+    Mutant("backlog not given back", Worker, "unbook", _unbooked),
+    Mutant("leases never expire on P", Sender, "tick", _nothing),
+    Mutant("leases never expire on D", Receiver, "tick", _nothing),
+    Mutant("preempted prompts not announced anew", WorkerCore, "_revoke_preempted", _nothing),
+    Mutant("aborted senders say nothing", Sender, "abort", _nothing),
+)
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The bug is there inside the block."""
+    original = mutant.owner.__dict__[mutant.attribute]
+    setattr(mutant.owner, mutant.attribute, mutant.change(original))
+    try:
+        yield
+    finally:
+        setattr(mutant.owner, mutant.attribute, original)
+
+
+def seeds_needed(mutant: Mutant, seeds: int = SEEDS, first: int = 0) -> int | None:
+    """How many seeds it takes to find ``mutant``; None if ``seeds`` are not enough."""
+    with planted(mutant):
+        for count in range(1, seeds + 1):
+            if run_seed(first + count - 1).failure is not None:
+                return count
+    return None

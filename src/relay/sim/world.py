@@ -1,0 +1,336 @@
+"""One simulated cluster from its seed to its end: warm, chaos, heal, liveness bound, probes, quiesce and leak check."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from relay.config import SECOND
+from relay.control import commands as c
+from relay.control import events as e
+from relay.control.contract import RequestFailure, Submission
+from relay.control.transitions import WorkerState
+from relay.ids import WorkerKey
+from relay.sim import swarm as drawing
+from relay.sim.checkers import AUDIT_NS, Checkers
+from relay.sim.clients import Client, Expectation, Oracles
+from relay.sim.engine import EngineProcess
+from relay.sim.faults import inject
+from relay.sim.gateway import GatewayNode
+from relay.sim.kernel import Kernel, Violation
+from relay.sim.network import Network
+from relay.sim.swarm import FAULTS, MS
+from relay.sim.tape import Tape
+from relay.sim.worker import WorkerNode
+from relay.sim.workload import Workload
+from relay.worker.events import Event as WorkerEvent
+
+WARM_NS = 30 * SECOND
+LIVENESS_NS = 90 * SECOND
+QUIESCE_NS = 20 * SECOND
+PROBES = 3
+MAX_POISON_CRASHES = 3
+MAX_EVENTS = 400_000  # of one run: more means that something goes in circles
+NUMERICS = "numerics-1"
+NEXT_NUMERICS = "numerics-2"
+
+
+class World:
+    """Owns everything; ``run`` plays it through and raises ``Violation``."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.kernel = Kernel(tape)
+        self.swarm = drawing.draw(tape)
+        self.network = Network(self.kernel, self.swarm.latency_ns)
+        self.network.split_per_mille = self.swarm.split_per_mille
+        self.workers: dict[str, WorkerNode] = {}  # the present incarnation
+        self.zombies: list[WorkerNode] = []  # older ones that may still live
+        self.clients: dict[int, Client] = {}
+        self.faults: Counter[str] = Counter()
+        self.num_faults = 0
+        self.step_errors = 0
+        self.poison_crashes = 0
+        self.numerics = [NUMERICS]
+        self.phase = "warm"
+        self.complete = False
+        self._calm_ns: dict[str, int] = {}
+        self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
+        self._next_heal = 1
+        self._next_request = 1
+        self._to_submit = 0
+        self._poison_left = self.swarm.poison
+        self.oracles = Oracles(self.swarm.scheduler.max_model_len)
+        self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
+        self.checkers = Checkers(self)
+        self.gateway = GatewayNode(
+            self.kernel,
+            self.network,
+            self.swarm,
+            self._execute,
+            self.checkers.before_gateway,
+            self.checkers.after_gateway,
+        )
+
+    # --- the plot -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The whole run. Raises Violation; any other exception is one of a core and a violation too."""
+        kernel, swarm = self.kernel, self.swarm
+        self.gateway.handle(e.Started())
+        kernel.after(AUDIT_NS, self._audit)
+        self._until(lambda: self.complete, WARM_NS, "the cluster never became complete")
+        self.phase = "chaos"
+        self._to_submit = swarm.requests
+        kernel.after(self._gap(swarm.mean_arrival_ms), self._arrive)
+        if swarm.faults:
+            kernel.after(self._gap(swarm.mean_fault_ms), self._fault)
+        end_ns = kernel.now_ns + swarm.chaos_ms * MS
+        self._until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
+        self._heal()
+        self._until(self._all_ended, LIVENESS_NS, "", "I5")
+        self._until(self._all_ready, LIVENESS_NS, "", "I12")
+        self.phase = "probes"
+        for _ in range(PROBES):
+            self._submit(self.workload.probe(), Expectation(probe=True, faults_before=self.num_faults))
+        self._until(self._all_ended, LIVENESS_NS, "", "I5")
+        self.phase = "quiesce"
+        self._until(self._quiet, QUIESCE_NS, "")
+        self.checkers.quiesced()
+
+    def _until(self, done: Callable[[], bool], bound_ns: int, text: str, invariant: str = "") -> None:
+        """Run events until ``done``; after ``bound_ns`` it is a violation of ``invariant`` (or simply time, without one)."""
+        kernel = self.kernel
+        limit_ns = kernel.now_ns + bound_ns
+        while not done():
+            if kernel.now_ns > limit_ns or not kernel.step():
+                if text or invariant:
+                    raise Violation(invariant or "I12", text or self._unfinished())
+                return
+            if kernel.events > MAX_EVENTS:
+                raise Violation("I10", f"more than {MAX_EVENTS} events: something goes in circles")
+
+    def _unfinished(self) -> str:
+        open_requests = [client.request for client in self.clients.values() if client.open]
+        states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
+        stories = [line for request in open_requests[:1] for line in self.gateway.core.story(request)[-5:]]
+        return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
+
+    def _all_ended(self) -> bool:
+        return self._to_submit == 0 and not any(client.open for client in self.clients.values())
+
+    def _all_ready(self) -> bool:
+        return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
+
+    def _quiet(self) -> bool:
+        if [key for key in self.gateway.timers if key[0] != "tick"] or not self._all_ready():
+            return False
+        engines = [node.running for node in self.workers.values()]
+        return not any(
+            e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
+        )
+
+    def _gap(self, mean_ms: int) -> int:
+        return self.kernel.tape.between(1, 2 * mean_ms, "gap ms") * MS
+
+    def _audit(self) -> None:
+        self.checkers.audit()
+        self.kernel.after(AUDIT_NS, self._audit)
+
+    # --- clients --------------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        self._to_submit -= 1
+        poison = bool(self._poison_left) and self.phase == "chaos"
+        self._poison_left -= poison
+        submission = self.workload.submission(self.kernel.now_ns, poison)
+        self.gateway.run(self._submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
+        if self._to_submit:
+            gap_ns = self._gap(self.swarm.mean_arrival_ms)
+            self.kernel.after(gap_ns, self._arrive)
+
+    def _submit(self, submission: Submission, expectation: Expectation) -> None:
+        request = self._next_request
+        self._next_request += 1
+        client = Client(request, submission, expectation, self.oracles)
+        client.begin(self.numerics)
+        self.clients[request] = client
+        params = submission.params
+        self.kernel.tell(
+            "request {}: {} tokens, n {}, max_tokens {}",
+            request,
+            len(submission.token_ids),
+            submission.n,
+            params.max_tokens,
+        )
+        self.gateway.handle(e.RequestSubmitted(request, submission))
+
+    def disconnect(self, client: Client) -> None:
+        self.kernel.tell("request {}: client disconnects", client.request)
+        client.cancelled = True
+        self.gateway.run(self.gateway.handle, e.RequestCancelled(client.request))
+
+    def _execute(self, command: c.Command) -> None:
+        """What the gateway's core wants of clients and of the launcher."""
+        match command:
+            case c.Deliver(request, delivery):
+                client = self.clients[request]
+                if client.open and delivery.choice not in client.stopped:
+                    client.deliver(delivery)
+                    self._maybe_stop(client, delivery.choice)
+            case c.Fail(request, failure) | c.Refuse(request, failure):
+                client = self.clients[request]
+                self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
+                if client.open:
+                    client.end(failure)
+                    self._judge(client, failure, refused=isinstance(command, c.Refuse))
+            case c.Ended(request):
+                if self.clients[request].open:
+                    self.clients[request].end(None)
+            case c.LaunchWorker(key, role, cause):
+                self._launch(key, role, cause)
+            case c.StopWorker(key, kill):
+                self._stop(key, kill)
+            case c.ClusterReady():
+                self.complete = True
+
+    def _maybe_stop(self, client: Client, choice: int) -> None:
+        """Now and then a stop string matches in the text path."""
+        if choice not in client.finished and self.kernel.tape.chance(10, "stop string"):
+            self.kernel.sometimes("stop string")
+            client.stopped[choice] = None
+            self.gateway.handle(e.ChoiceFinished(client.request, choice))
+
+    def _judge(self, client: Client, failure: RequestFailure, refused: bool) -> None:
+        """Whether a request may end like this (I5, I11)."""
+        self.kernel.sometimes(f"{'refused' if refused else 'failed'}: {failure.code}")
+        code = failure.code
+        total = len(client.submission.token_ids) + client.submission.params.max_tokens
+        disturbed = self.num_faults > client.expectation.faults_before or self.phase == "chaos" and bool(self.faults)
+        if failure.status in (429, 503) and code != "numerics_changed" and not (failure.retry_after_s or 0) >= 1:
+            raise Violation("I5", f"request {client.request}: {code} without a time to retry after")
+        if refused:
+            fine = {
+                "context_length_exceeded": total > self.swarm.scheduler.max_model_len,
+                "kv_cache_exceeded": total > self.swarm.kv_tokens,
+                "queue_full": True,
+                "no_workers": disturbed or not any(node.running for node in self.workers.values()),
+            }.get(code, False)
+        else:
+            fine = {
+                "deadline_exceeded": client.submission.deadline_ns is not None
+                and self.kernel.now_ns >= client.submission.deadline_ns,
+                # To the gateway a crash that was injected looks like any other.
+                "quarantined": client.expectation.poison or self.faults["crash_engine"] > 0,
+                "numerics_changed": len(self.numerics) > 1,
+                "no_workers": disturbed,
+                "retries_exhausted": disturbed or client.expectation.poison,
+                "engine_error": self.step_errors > 0,
+            }.get(code, False)
+        if client.expectation.probe or not fine:
+            name = "I11" if code == "quarantined" else "I12" if client.expectation.probe else "I5"
+            raise Violation(
+                name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}"
+            )
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def _launch(self, key: WorkerKey, role: str, cause: str) -> None:
+        old = self.workers.get(key.worker)
+        if old is not None and (old.alive or old.running is not None):
+            self.zombies.append(old)
+            self.kernel.sometimes("zombie")
+        self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
+        self._calm(key.worker)
+        self.workers[key.worker] = WorkerNode(
+            self.kernel,
+            self.network,
+            self.swarm,
+            key,
+            role,  # type: ignore[arg-type]
+            self.numerics[-1],
+            self.gateway.launcher_exited,
+            self._observe,
+            self.poisoned,
+        )
+
+    def _stop(self, key: WorkerKey, kill: bool) -> None:
+        for node in [*self.workers.values(), *self.zombies]:
+            if node.key == key:
+                self.kernel.after(MS, node.sigkill if kill else node.sigterm)
+
+    def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
+        if engine.core.held and engine.scheduler.load().counters["preemptions"]:
+            self.kernel.sometimes("preempted")
+        self.checkers.worker_event(engine, event)
+
+    def poisoned(self) -> None:
+        """The poison request has crashed an engine (I11). Only one is sent in a run, with one choice.
+
+        Every other fault may hide one crash from the gateway: it saw the worker end for another reason, or the request was
+        taken away while its step ran.
+        """
+        self.poison_crashes += 1
+        self.kernel.tell("the poison crashes an engine, for the {}. time", self.poison_crashes)
+        if self.poison_crashes > MAX_POISON_CRASHES + self.num_faults:
+            raise Violation("I11", f"one poison request has crashed {self.poison_crashes} engines")
+
+    def upgrade(self) -> None:
+        if len(self.numerics) == 1:
+            self.numerics.append(NEXT_NUMERICS)
+            for client in self.clients.values():
+                for choice, known in enumerate(client.numerics):
+                    if client.open and not client.tokens[choice]:
+                        known.append(NEXT_NUMERICS)
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def _fault(self) -> None:
+        if self.phase != "chaos":
+            return
+        kind = self.kernel.tape.of(self.swarm.faults, "fault")
+        if inject(self, kind):
+            self.faults[kind] += 1
+            self.num_faults += 1
+            self.kernel.tell("fault: {}", kind)
+        self.kernel.after(self._gap(self.swarm.mean_fault_ms), self._fault)
+
+    def harm(self, host: str, text: str) -> None:
+        """Something happens to ``host`` ("": to all of them)."""
+        self.kernel.tell("{}: {}", host or "everybody", text)
+        self._calm(host)
+
+    def _calm(self, host: str) -> None:
+        self._calm_ns[host] = self.kernel.now_ns
+
+    def calm_since_ns(self, host: str) -> int:
+        """Since when nothing disturbs ``host``; now, if something does."""
+        if any(host in hosts or "" in hosts for _, hosts in self._heals.values()):
+            return self.kernel.now_ns
+        return max(self._calm_ns.get(host, 0), self._calm_ns.get("", 0))
+
+    def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
+        """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
+        number = self._next_heal
+        self._next_heal += 1
+        self._heals[number] = (undo, (host,) if other is None else (host, other))
+        self.kernel.after(duration_ns, self._undo, number)
+
+    def _undo(self, number: int) -> None:
+        undo, hosts = self._heals.pop(number, (None, ()))
+        if undo is not None:
+            undo()
+            for host in hosts:
+                self.harm(host, "recovers")
+
+    def _heal(self) -> None:
+        self.phase = "heal"
+        self.kernel.tell("everything heals")
+        self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
+        for node in self.workers.values():
+            if node.running is not None:
+                node.running.fail_next_step = False
+        for number in list(self._heals):
+            self._undo(number)
+
+
+def fault_counts(world: World) -> dict[str, int]:
+    """How often each kind was injected, in the order of ``FAULTS``."""
+    return {kind: world.faults[kind] for kind in FAULTS if world.faults[kind]}
