@@ -20,8 +20,9 @@
 
 #define OPEN 0x80000000u
 #define SPIN_NS 10000        /* a helper between jobs: then it gives its core away, */
-#define YIELD_NS 60000       /* then it sleeps */
-#define CALLER_SPIN_NS 20000 /* the caller waiting for helpers never yields: it would lose its core for a whole time slice */
+#define YIELD_NS 200000      /* then it sleeps: longer than an item of a large step takes the others */
+#define CALLER_SPIN_NS 20000 /* the caller waiting for helpers never yields: it would lose its core for a whole time slice. It */
+#define MOST_SPIN_NS 200000  /* spins as long as one of its own items took, since a helper that runs has one left at most */
 #define STALL_NS 100000 /* waiting this long, and longer than the caller's own work took, is a stall */
 #define MOST_ALONE 128  /* jobs */
 #define MAX_THREADS 256
@@ -89,13 +90,16 @@ static void pause_a_little(void)
     for (int i = 0; i < 16; i++) relax();
 }
 
-static void work(pool_t *pool, int thread)
+/* Returns how many items this thread did. */
+static long work(pool_t *pool, int thread)
 {
+    long done = 0;
     for (int i = 0; i < pool->threads; i++) {
         const int owner = (thread + i) % pool->threads;
         long item;
-        while ((item = atomic_fetch_add(&pool->shares[owner].next, 1)) < pool->shares[owner].end) pool->fn(pool->argument, item, thread);
+        while ((item = atomic_fetch_add(&pool->shares[owner].next, 1)) < pool->shares[owner].end) pool->fn(pool->argument, item, thread), done++;
     }
+    return done;
 }
 
 static void try_join(pool_t *pool, int thread)
@@ -190,12 +194,13 @@ void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
     atomic_fetch_add(&pool->opened, 1);
     if (atomic_load(&pool->sleepers)) futex_wake(&pool->opened);
     const int64_t begun = now_ns();
-    work(pool, 0);
+    const long done = work(pool, 0);
     uint64_t state = atomic_fetch_and(&pool->state, ~(uint64_t)OPEN);
     if ((uint32_t)(state & ~OPEN) == 0) return;
-    const int64_t start = now_ns();
+    const int64_t start = now_ns(), item = done ? (start - begun) * 5 / 4 / done : 0;
+    const int64_t spin = item < CALLER_SPIN_NS ? CALLER_SPIN_NS : item < MOST_SPIN_NS ? item : MOST_SPIN_NS;
     while ((uint32_t)atomic_load(&pool->state) != 0)
-        if (now_ns() - start < CALLER_SPIN_NS) {
+        if (now_ns() - start < spin) {
             pause_a_little();
         } else {
             uint32_t seen = atomic_load(&pool->finished);
