@@ -39,7 +39,9 @@ class DetectorConfig:
     step_deadline_s: float = 10.0  # one engine step, not counting what it waited for a processor
     answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
     handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
-    own_stall_s: float = 0.1  # a tick this late means that the gateway itself stood still: nobody else is blamed for that time
+    own_stall_s: float = (
+        0.1  # a tick this late means that the gateway itself stood still: nobody else is blamed for that time
+    )
 
     def __post_init__(self) -> None:
         _check(
