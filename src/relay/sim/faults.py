@@ -174,6 +174,16 @@ def _kv_truncate(world: "World") -> bool:
     return True
 
 
+def _kv_lose(world: "World") -> bool:
+    world.network.lose_next_kv += 1
+    return True
+
+
+def _kv_repeat(world: "World") -> bool:
+    world.network.repeat_next_kv += 1
+    return True
+
+
 def _gateway_stall(world: "World") -> bool:
     if world.gateway.stopped:
         return False
@@ -235,6 +245,8 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "jitter": _jitter,
     "kv_corrupt": _kv_corrupt,
     "kv_truncate": _kv_truncate,
+    "kv_lose": _kv_lose,
+    "kv_repeat": _kv_repeat,
     "gateway_stall": _gateway_stall,
     "client_disconnect": _client_disconnect,
     "drain": _drain,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from relay.control import admission
 from relay.control.commands import SendToEngine
 from relay.control.detector import Detector
 from relay.control.membership import Membership
@@ -19,8 +20,8 @@ from relay.control.stream import TokenPath
 from relay.control.workers import Worker
 from relay.engine.block_pool import BlockPool
 from relay.engine.kv_space import KvSpace
+from relay.engine.prefix_cache import PrefixCache
 from relay.engine.scheduler import Scheduler
-from relay.engine.slots import Slots
 from relay.sim.run import run_seed
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
@@ -35,7 +36,7 @@ class Mutant:
     """``change(original)`` returns what takes the place of ``owner.attribute``."""
 
     name: str
-    owner: type
+    owner: Any  # a class or a module
     attribute: str
     change: Callable[[Any], Any]
 
@@ -47,8 +48,8 @@ def _nothing(original: Any) -> Any:
 def _resume_off_by_one(original: Any) -> Any:
     def work(choice: Choice) -> Any:
         body = original(choice)
-        if choice.attempt > 1 and len(choice.committed) > 1:
-            body.token_ids = body.token_ids[:-1]
+        if choice.attempt > 1 and choice.committed:
+            body.token_ids = body.token_ids[:-1] + body.token_ids[-2:-1]
         return body
 
     return work
@@ -72,10 +73,10 @@ def _no_cancel(original: Any) -> Any:
     return cancel_at
 
 
-def _cancel_only_decode(original: Any) -> Any:
+def _cancel_only_prefill(original: Any) -> Any:
     def cancel(dispatcher: Dispatcher, choice: Choice) -> None:
-        if choice.decode is not None:
-            dispatcher._cancel_at(choice, choice.decode)
+        if choice.prefill is not None:
+            dispatcher._cancel_at(choice, choice.prefill)
 
     return cancel
 
@@ -98,10 +99,6 @@ def _any_numerics(original: Any) -> Any:
     return lambda router, worker, choice: True
 
 
-def _partial_coverage(original: Any) -> Any:
-    return property(lambda receiver: receiver._layers_missing <= 1)
-
-
 def _stale_epoch(original: Any) -> Any:
     def hear(receiver: Receiver, header: Any, now_ns: int) -> bool:
         return not receiver.over
@@ -121,10 +118,6 @@ def _release_twice(original: Any) -> Any:
 
 def _no_quarantine(original: Any) -> Any:
     return lambda pool, blocks, after_step=0: original(pool, blocks, 0)
-
-
-def _slot_at_once(original: Any) -> Any:
-    return lambda slots, slot, after_step: original(slots, slot, 0)
 
 
 def _publish_early(original: Any) -> Any:
@@ -150,12 +143,13 @@ def _whole_prompt_cached(original: Any) -> Any:
 
 
 def _retry_at_once(original: Any) -> Any:
-    def fail(dispatcher: Dispatcher, request: Any, failure: Any, now_ns: int) -> None:
+    def refusal(state: ClusterState, submission: Any) -> Any:
+        failure = original(state, submission)
         if failure is not None:
             failure.retry_after_s = 0
-        original(dispatcher, request, failure, now_ns)
+        return failure
 
-    return fail
+    return refusal
 
 
 def _forget_victims(original: Any) -> Any:
@@ -167,10 +161,6 @@ def _forget_victims(original: Any) -> Any:
         worker.live = kept
 
     return lose
-
-
-def _lost_for_good(original: Any) -> Any:
-    return _nothing(original)
 
 
 def _no_reopen(original: Any) -> Any:
@@ -185,13 +175,6 @@ def _never_acknowledge(original: Any) -> Any:
         return None
 
     return send_ended
-
-
-def _keep_receptions(original: Any) -> Any:
-    def receive_failed(core: WorkerCore, transfer: int, reason: str) -> None:
-        return None
-
-    return receive_failed
 
 
 def _activate_forgets(original: Any) -> Any:
@@ -214,9 +197,81 @@ def _old_attempt_wins(original: Any) -> Any:
     return attempt
 
 
-def _handoff_ahead(original: Any) -> Any:
-    """The handoff does not wait for the last KV frame."""
-    return property(lambda sender: True)
+def _skips_a_layer(original: Any) -> Any:
+    """The last layer of a prompt's last chunk is not sent, and D does not count layers."""
+    return property(lambda receiver: receiver._layers_missing < receiver.layout.num_layers)
+
+
+def _sends_unwritten(original: Any) -> Any:
+    """All layers count as written when the first one is."""
+
+    def written(sender: Sender, layer: int, first: int, count: int) -> None:
+        if layer == 0:
+            for each in range(sender.layout.num_layers):
+                original(sender, each, first, count)
+
+    return written
+
+
+def _queue_unbounded(original: Any) -> Any:
+    return lambda state, submission: None
+
+
+def _youngest_forgotten(original: Any) -> Any:
+    """A preempted sequence is not queued again."""
+
+    def preempt(scheduler: Scheduler, sequence: Any) -> None:
+        original(scheduler, sequence)
+        scheduler._roster.waiting.remove(sequence)
+
+    return preempt
+
+
+def _last_token_from_cache(original: Any) -> Any:
+    """Salt and numerics id do not separate prefixes: only the tokens of a block name it."""
+
+    def lookup(cache: Any, parent: bytes, unit_hash: bytes, token_ids: Any) -> int | None:
+        for block, known in cache._blocks.items():
+            if known.token_ids == token_ids:
+                return int(block)
+        return None
+
+    return lookup
+
+
+def _no_rollback(original: Any) -> Any:
+    """After a step that raised, the rest goes on as if it had been computed."""
+
+    def roll_back(scheduler: Scheduler, flight: Any, error: str, blamed: Any) -> Any:
+        for row, sequence in zip(flight.rows, flight.sequences, strict=True):
+            sequence.num_computed = max(sequence.num_computed, min(sequence.num_planned, row.start + row.count))
+        return original(scheduler, flight, error, blamed)
+
+    return roll_back
+
+
+def _frozen_is_fine(original: Any) -> Any:
+    def heartbeat(membership: Membership, worker: Worker, beat: Any, now_ns: int) -> None:
+        beat.engine_state = "S"
+        beat.phase_age_ms = 0
+        original(membership, worker, beat, now_ns)
+
+    return heartbeat
+
+
+def _own_stall_blames_others(original: Any) -> Any:
+    return lambda detector, now_ns: None
+
+
+def _ahead_dropped(original: Any) -> Any:
+    """What D says before P is thrown away instead of kept."""
+
+    def from_decode(path: TokenPath, choice: Choice, worker: Worker, entry: Any, now_ns: int) -> None:
+        if entry.position > len(choice.committed) and choice.prefill is not None:
+            return
+        original(path, choice, worker, entry, now_ns)
+
+    return from_decode
 
 
 def _double_send(original: Any) -> Any:
@@ -241,35 +296,39 @@ MUTANTS = (
     Mutant("resume off by one", Choice, "work", _resume_off_by_one),
     Mutant("no attempt check on tokens", TokenPath, "tokens", _no_attempt_check),
     Mutant("no cancel fan-out", Dispatcher, "_cancel_at", _no_cancel),
-    Mutant("cancel does not reach prefill", Dispatcher, "_cancel", _cancel_only_decode),
+    Mutant("cancel does not reach decode", Dispatcher, "_cancel", _cancel_only_prefill),
     Mutant("repeated tokens are delivered again", TokenPath, "_trim", _trim_keeps_all),
     Mutant("incarnation ignored", ClusterState, "current", _blind_to_incarnation),
     Mutant("numerics id ignored", Router, "_may_serve", _any_numerics),
-    Mutant("partial coverage accepted", Receiver, "covered", _partial_coverage),
+    Mutant("a layer short accepted", Receiver, "covered", _skips_a_layer),
     Mutant("stale epoch and attempt accepted", Receiver, "_hear", _stale_epoch),
     Mutant("shared block released twice", BlockPool, "release", _release_twice),
     Mutant("blocks return under a step in flight", BlockPool, "release", _no_quarantine),
-    Mutant("slots return under a step in flight", Slots, "give_back", _slot_at_once),
     Mutant("blocks published before computed", KvSpace, "publish", _publish_early),
     Mutant("one block too many from the cache", KvSpace, "match", _whole_prompt_cached),
-    Mutant("Retry-After 0", Dispatcher, "fail", _retry_at_once),
+    Mutant("Retry-After 0", admission, "refusal", _retry_at_once),
     Mutant("choices stay on a lost worker", Membership, "lose", _forget_victims),
     Mutant("a lost worker is not started again", Membership, "_schedule_restart", _nothing),
     Mutant("failed attempts are ignored", TokenPath, "failed", _no_reopen),
     Mutant("acknowledged blocks are kept", WorkerCore, "_send_ended", _never_acknowledge),
-    Mutant("failed receptions are kept", WorkerCore, "_receive_failed", _keep_receptions),
     Mutant("silence is never death", Detector, "_silence", _nothing),
     Mutant("answers are never late", Detector, "_answers", _nothing),
     Mutant("crashes are never blamed", Membership, "_blame", _nothing),
     Mutant("handed-off token replaced", Scheduler, "activate", _activate_forgets),
     Mutant("first attempts are not superseded", HeldTable, "attempt", _old_attempt_wins),
-    Mutant("handoff before the last frame", Sender, "all_sent", _handoff_ahead),
+    Mutant("layers sent before they are written", Sender, "written", _sends_unwritten),
+    Mutant("queue without a bound", admission, "_overload", _queue_unbounded),
+    Mutant("preempted sequences are forgotten", Scheduler, "_preempt", _youngest_forgotten),
+    Mutant("blocks named by their tokens alone", PrefixCache, "lookup", _last_token_from_cache),
+    Mutant("a failed step counts as computed", Scheduler, "_roll_back", _no_rollback),
+    Mutant("a frozen engine is fine", Membership, "heartbeat", _frozen_is_fine),
+    Mutant("own stall is others' death", Detector, "_forgive_own_stall", _own_stall_blames_others),
+    Mutant("early tokens of D are dropped", TokenPath, "_from_decode", _ahead_dropped),
     Mutant("work sent to two workers", Dispatcher, "_place", _double_send),
     Mutant("backlog not given back", Worker, "unbook", _unbooked),
     Mutant("leases never expire on P", Sender, "tick", _nothing),
     Mutant("leases never expire on D", Receiver, "tick", _nothing),
     Mutant("preempted prompts not announced anew", WorkerCore, "_revoke_preempted", _nothing),
-    Mutant("aborted senders say nothing", Sender, "abort", _nothing),
 )
 
 

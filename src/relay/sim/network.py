@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable
 
 from relay.sim.kernel import Kernel
+from relay.transfer.frame import Kind
 
 USER_TIMEOUT_NS = 3_000_000_000  # TCP_USER_TIMEOUT and keepalive of the production sockets
 CONNECT_TIMEOUT_NS = 3_000_000_000
 MICROSECOND = 1_000
+KIND_AT = 5  # in a KV frame: magic, version, kind
 
 
 class Side:
@@ -61,6 +63,8 @@ class Network:
         self.split_per_mille = 0
         self.corrupt_next_kv = 0
         self.truncate_next_kv = 0
+        self.lose_next_kv = 0
+        self.repeat_next_kv = 0
         self._blocked: dict[tuple[str, str], int] = {}  # (from, to) → partitions that cover it
         self._listeners: dict[str, tuple[str, Callable[[Side], None]]] = {}
         self.sides: dict[int, Side] = {}
@@ -126,7 +130,15 @@ class Network:
     def carry(self, side: Side, data: bytes) -> None:
         tape = self._kernel.tape
         if side.kind == "kv":
-            if self.corrupt_next_kv:
+            if data[KIND_AT] == Kind.KV and (self.lose_next_kv or self.repeat_next_kv):
+                if self.lose_next_kv:  # not TCP's doing; what must not be trusted is that all frames came
+                    self.lose_next_kv -= 1
+                    self._kernel.sometimes("kv frame lost")
+                    return
+                self.repeat_next_kv -= 1
+                self._kernel.sometimes("kv frame repeated")
+                self._put(side, data)
+            elif self.corrupt_next_kv:
                 self.corrupt_next_kv -= 1
                 self._kernel.sometimes("kv frame corrupted")
                 at = tape.below(len(data), "corrupt at")

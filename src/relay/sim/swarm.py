@@ -28,6 +28,8 @@ FAULTS = (
     "jitter",
     "kv_corrupt",
     "kv_truncate",
+    "kv_lose",
+    "kv_repeat",
     "gateway_stall",
     "client_disconnect",
     "drain",

@@ -23,6 +23,8 @@ class Workload:
         shared = tape.of((0, 8, 16, 33, 48, 64), "shared tokens")
         own = tape.between(1, 24, "own tokens")
         stem = tape.of(self._stems, "stem")
+        if shared > 16 and tape.chance(200, "other start"):  # equal units after unequal ones
+            stem = tape.of(self._stems, "start stem")[:16] + stem[16:]
         # Own tokens from one draw: what matters is that they differ, and by where.
         first = tape.below(POISON * POISON, "own")
         return stem[:shared] + [(first + index * (1 + first // POISON)) % POISON for index in range(own)]

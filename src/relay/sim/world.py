@@ -324,6 +324,7 @@ class World:
         self.phase = "heal"
         self.kernel.tell("everything heals")
         self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
+        self.network.lose_next_kv = self.network.repeat_next_kv = 0
         for node in self.workers.values():
             if node.running is not None:
                 node.running.fail_next_step = False
