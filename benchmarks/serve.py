@@ -47,7 +47,7 @@ async def measure(server: servers.Server, workload: Workload) -> dict[str, float
 
 
 def ratios(medians: dict[str, dict[str, dict[str, float]]], peer: str) -> dict[str, dict[str, float]]:
-    """The issue's three figures against ``peer``, per relay shape."""
+    """The three ratios of docs/benchmarks.md to ``peer``, per relay shape."""
     base = medians[peer]
     return {
         name: {

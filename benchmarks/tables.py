@@ -217,14 +217,14 @@ def correctness_text(result: dict[str, Any]) -> str:
 
 
 def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
-    """Decode, prefill and throughput figures of every JSON of the GPU runs; other sections stay in the files."""
+    """Decode and prefill figures of the GPU runs; other sections stay in the files (``throughput`` includes compiling)."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         shown = {
             name: value
             for name, value in result.items()
-            if name.startswith(("decode/", "prefill/", "throughput/"))
+            if name.startswith(("decode/", "prefill/"))
             and isinstance(value, dict)
             and all(isinstance(row, dict) for row in value.values())
         }

@@ -1,12 +1,16 @@
 """The pages are true where a machine can tell: links, file names, flags, exit codes and metrics."""
 
 import re
+import shlex
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
+from relay.api.types import ChatRequest, CompletionRequest
 from relay.cli.serve import serve
+from relay.cli.server import first_request
 from relay.errors import RelayError
 
 ROOT = Path(__file__).parent.parent
@@ -75,3 +79,17 @@ def test_operations_names_every_counter() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert (ROOT / "README.md").read_text().count("\n") < 200
+
+
+def test_the_readmes_requests_are_requests_and_end() -> None:
+    """The first is what ``relay serve`` prints; each is bounded, and the one to interrupt runs for a while whatever is sampled."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^curl .*$", text, re.MULTILINE)
+    requests = []
+    for command in commands:
+        words = shlex.split(command)
+        kind = ChatRequest if words[2].endswith("/v1/chat/completions") else CompletionRequest
+        requests.append(msgspec.json.decode(words[words.index("-d") + 1], type=kind))
+        assert requests[-1].max_tokens, command
+    assert shlex.split(commands[0]) == shlex.split(first_request("http://127.0.0.1:8000", "smollm2"))
+    assert any(request.ignore_eos and request.stream and request.max_tokens >= 2000 for request in requests)

@@ -39,10 +39,12 @@ class DetectorConfig:
     dead_after_s: float = 1.5
     frozen_after_s: float = 0.5  # engine stopped (state T) this long, as its agent reads it
     start_deadline_s: float = 180.0  # launch to both connections: loading and compiling have their own long deadline
-    step_deadline_s: float = 10.0  # one engine step
+    step_deadline_s: float = 10.0  # one engine step, not counting what it waited for a processor
     answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
     handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
-    own_stall_s: float = 0.5  # a tick this late means that the gateway itself stood still
+    own_stall_s: float = (
+        0.1  # a tick this late means that the gateway itself stood still: nobody else is blamed for that time
+    )
 
     def __post_init__(self) -> None:
         _check(
@@ -118,7 +120,7 @@ class WorkerConfig:
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
 
     def __post_init__(self) -> None:

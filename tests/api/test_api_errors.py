@@ -167,6 +167,19 @@ def test_content_that_is_not_text(client: httpx.Client, content: Any) -> None:
     assert _error(response)["param"].startswith("messages[1].content")
 
 
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "message"])
+def test_nesting_that_json_allows_and_templates_do_not(client: httpx.Client, field: str) -> None:
+    deep = '{"x": ' + "[" * 600 + "]" * 600 + "}"
+    message = '{"role": "user", "content": "x", "extra": ' + deep + "}"
+    if field == "message":
+        raw = f'{{"max_tokens": 1, "messages": [{message}]}}'
+    else:
+        raw = f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": "x"}}], "{field}": {deep}}}'
+    response = client.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "nested too deeply" in _error(response)["message"]
+
+
 @pytest.mark.parametrize("role", [None, 5, "", "robot"])
 def test_roles(client: httpx.Client, role: Any) -> None:
     response = client.post(CHAT, json={"messages": [{"role": role, "content": "x"}]})

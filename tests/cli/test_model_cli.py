@@ -17,6 +17,7 @@ from gguf_files import write_gguf
 from tiny_models import config_json, random_tensors
 
 from relay.models.cache import packs_dir
+from relay.models.checked import remember
 from relay.models.hf_config import parse_config
 
 
@@ -61,6 +62,20 @@ def test_pull_list_inspect_rm(gguf: Path, cache: Path) -> None:
     assert gguf.exists()
 
 
+def test_rm_by_the_path_it_was_packed_from(gguf: Path, cache: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere" / gguf.name
+    other.parent.mkdir()
+    other.write_bytes(gguf.read_bytes())
+    for path, storage in ((gguf, "native"), (gguf, "float32"), (other, "native")):
+        assert relay_model("pull", str(path), "--storage", storage).exit_code == 0
+    assert relay_model("rm", str(gguf)).exit_code == 0
+    assert gguf.exists()
+    assert len(json.loads(relay_model("list", "--json").stdout)["models"]) == 1
+    assert isinstance(relay_model("rm", str(gguf)).exception, ModelNotFoundError)
+    other.unlink()
+    assert relay_model("rm", str(other)).exit_code == 0, "also when the file is gone"
+
+
 def test_second_pull_packs_nothing(gguf: Path, cache: Path) -> None:
     relay_model("pull", str(gguf))
     assert "packing" not in relay_model("pull", str(gguf)).stderr
@@ -82,6 +97,8 @@ def test_verify_finds_a_flipped_bit(gguf: Path, cache: Path) -> None:
     data = bytearray(pack.read_bytes())
     data[6000] ^= 1
     pack.write_bytes(data)
+    assert isinstance(relay_model("inspect", str(gguf)).exception, CorruptModelError)
+    remember(pack, cache)  # as if the bit had rotted and nobody had written
     assert relay_model("inspect", str(gguf)).exit_code == 0
     assert isinstance(relay_model("inspect", str(gguf), "--verify").exception, CorruptModelError)
 

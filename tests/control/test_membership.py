@@ -15,6 +15,7 @@ from relay.protocol.messages import (
     Drained,
     EngineExited,
     Heartbeat,
+    Load,
     Prefill,
     Refuse,
     SequenceFailed,
@@ -202,6 +203,18 @@ def test_silence_of_all_at_once_is_doubted_first() -> None:
     assert not world.closed
     world.advance(until_ns=start + int(3.3 * SECOND))
     assert len(world.closed) == 2
+
+
+def test_an_engine_that_speaks_is_not_silent() -> None:
+    world = World(first, SPLIT).ready()
+    key = live_key(world, "decode-0")
+    world.silent.add(key)
+    for _ in range(6):
+        world.advance(until_ns=world.now_ns + SECOND)
+        world.handle(e.WorkerMessage(key, Load(0, 64, 0, 0, 0)))
+    assert state(world, "decode-0") is WorkerState.READY
+    world.advance(until_ns=world.now_ns + 2 * SECOND)
+    assert key in world.closed
 
 
 def test_own_stall_is_not_the_death_of_others() -> None:

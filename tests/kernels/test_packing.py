@@ -93,3 +93,24 @@ def test_refusals_name_the_reason() -> None:
         packing.pack_matrix(
             [packing.from_f32(np.zeros((1, 2), np.float32)), packing.from_f32(np.zeros((1, 3), np.float32))]
         )
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+def test_values_that_are_not_finite_are_seen(kind: str) -> None:
+    values = np.linspace(-3, 3, 256, dtype=np.float32).reshape(4, 64)
+    for bad in (None, np.nan, np.inf, -np.inf):
+        damaged = values.copy()
+        if bad is not None:
+            damaged[2, 5] = bad
+        if kind == "F32":
+            source = packing.from_f32(damaged)
+        elif kind == "F16":
+            source = packing.from_f16(damaged.astype(np.float16))
+        elif kind == "BF16":
+            source = packing.from_bf16((damaged.view(np.uint32) >> 16).astype(np.uint16))
+        else:
+            blocks = gguf.quantize(values, gguf.GGMLQuantizationType[kind]).reshape(4, 2, -1).copy()
+            if bad is not None:
+                blocks[2, 0, 2 if kind == "Q4_1" else 0 :][:2] = np.array([bad], "<f2").view(np.uint8)
+            source = packing.from_gguf(kind, blocks, 4, 64)
+        assert packing.all_finite(source) == (bad is None)

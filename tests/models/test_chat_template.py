@@ -179,3 +179,16 @@ def test_variables_replace_no_argument() -> None:
     variables = {"messages": [], "add_generation_prompt": False, "bos_token": "B", "flag": 3}
     template = "{{ messages | length }} {{ add_generation_prompt }} {{ bos_token }} {{ flag }}"
     assert render(template, variables=variables) == "1 True B 3"
+
+
+def test_nesting_too_deep_for_python_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
+        template.render([{"role": "user", "content": "x"}], variables={"deep": deep})
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
+        template.render([{"role": "user", "content": "x", "extra": deep}])
+    while deep:  # freed level by level: letting Python do it would nest as deeply again
+        deep = deep.pop()  # type: ignore[assignment]

@@ -135,10 +135,16 @@ def test_damaged_files_end_in_one_line_naming_file_and_tensor(tmp_path: Path) ->
         text = str(refused.value)
         assert str(cut) in text
         assert "\n" not in text
+        assert any(
+            words in text for words in ("(empty)", "not begin", "version", "header is truncated", "truncated: tensor")
+        )
     assert "truncated: tensor lm_head" not in text
     assert "truncated: tensor output.weight" in text
     cut.write_bytes(b"NOPE" + whole[4:])
-    with pytest.raises(CorruptModelError, match="not a readable GGUF"):
+    with pytest.raises(CorruptModelError, match="does not begin as one"):
+        GgufSource(cut)
+    cut.write_bytes(b"GGUF\x63\0\0\0" + whole[8:])
+    with pytest.raises(CorruptModelError, match="version 99; 2 and 3 are served"):
         GgufSource(cut)
 
 

@@ -17,6 +17,7 @@ from relay.models.cache import cached_packs, remove_cached
 from relay.models.catalogue import PackagedModel
 from relay.models.fetch import NetworkFetcher, extract_member
 from relay.models.hf_config import parse_config
+from relay.models.pack import Pack
 from relay.models.progress import NoProgress
 from relay.models.store import ModelStore, default_cache_dir, open_model
 
@@ -126,7 +127,17 @@ def test_a_folder_named_like_a_repository_wins(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "argument",
-    ["/nonexistent", "/nonexistent/model.gguf", "./none", "nosuchmodel", "a/b/c", "~nosuchuser/x", "x" * 5000],
+    [
+        "/nonexistent",
+        "/nonexistent/model.gguf",
+        "./none",
+        "nosuchmodel",
+        "a/b/c",
+        "~nosuchuser/x",
+        "x" * 5000,
+        "",
+        "a/" + "b" * 300,
+    ],
 )
 def test_missing_model_names_the_argument(argument: str, tmp_path: Path) -> None:
     """B72: at once, with the path in the line."""
@@ -174,8 +185,42 @@ def test_damaged_cached_pack_is_refused_then_pulled_anew(tmp_path: Path) -> None
     flipped = bytearray(pack.path.read_bytes())
     flipped[5000] ^= 1
     pack.path.write_bytes(flipped)
-    assert store.open(str(path)).digest == digest, "opening does not read the data"
+    for _ in range(2):
+        with pytest.raises(CorruptModelError, match="does not match its digest; rebuild it with: relay model pull"):
+            store.open(str(path))
     store.pull(str(path)).pack.verify()
+    assert store.open(str(path)).digest == digest
+
+
+def test_an_unchanged_pack_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ModelStore(tmp_path / "cache", fetcher=NoNetwork())
+    reads: list[Path] = []
+    monkeypatch.setattr(Pack, "verify", lambda pack: reads.append(pack.path))
+    path = store.open(str(tiny_gguf(tmp_path / "tiny.gguf"))).pack.path
+    store.open(str(tmp_path / "tiny.gguf"))
+    assert reads == [], "the packer hashed what it wrote"
+    own = tmp_path / "own.pack"
+    own.write_bytes(path.read_bytes())
+    for _ in range(3):
+        store.open(str(own))
+    assert reads == [own]
+    own.touch()
+    store.open(str(own))
+    assert reads == [own, own]
+
+
+def test_damaged_texts_are_refused_before_packing(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "cache", fetcher=NoNetwork())
+    for name, text, words in (
+        ("tokenizer.json", "{}", "not a usable tokenizer"),
+        ("chat_template.jinja", "{% for %}", "chat template is damaged"),
+    ):
+        folder = write_folder(tmp_path / name, config_json())
+        (folder / name).write_text(text)
+        with pytest.raises(CorruptModelError, match=words) as caught:
+            store.open(str(folder))
+        assert str(folder) in str(caught.value)
+    assert cached_packs(tmp_path / "cache") == []
 
 
 def test_pull_does_not_replace_a_users_own_pack_file(tmp_path: Path) -> None:
@@ -199,8 +244,9 @@ def test_list_and_remove(fetcher: FakeFetcher, tmp_path: Path) -> None:
     assert remove_cached(cache, "smollm2") > 0
     assert cached_packs(cache) == []
     assert list((cache / "files").iterdir()) == []
-    with pytest.raises(ModelNotFoundError, match="relay model list"):
-        remove_cached(cache, "smollm2")
+    for name in ("smollm2", "a" * 5000, "~nobody-of-that-name/m", "../../etc"):
+        with pytest.raises(ModelNotFoundError, match="relay model list"):
+            remove_cached(cache, name)
 
 
 def test_damaged_pack_is_listed_with_its_problem(tmp_path: Path) -> None:

@@ -130,3 +130,15 @@ def test_opening_reads_only_preamble_and_header(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pack_module, "digest_of", lambda data: hashed.append(len(data)) or real(data))
     pack = Pack(path)
     assert sum(hashed) < 200 + pack._preamble.header_bytes
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    raw = config_json()
+    tensors = random_tensors(parse_config(raw, {}, ""), 0)
+    tensors[name].reshape(-1)[7] = value
+    part = "layers.1.up" if "up_proj" in name else "final_norm"
+    with pytest.raises(CorruptModelError, match=rf"weight {part} holds values that are not finite"):
+        write_pack(SafetensorsSource(write_folder(tmp_path / "m", raw, tensors=tensors)), tmp_path / "m.pack")
+    assert not (tmp_path / "m.pack").exists()

@@ -100,7 +100,8 @@ def inspect(model_name: str, verify: bool, as_json: bool, cache_dir: Path) -> No
 @click.argument("model_name", metavar="MODEL")
 @_cache_option
 def rm(model_name: str, cache_dir: Path) -> None:
-    """Remove MODEL from the cache. Files elsewhere are never touched."""
+    """Remove MODEL (as listed, a short name, org/name, or the path it was packed from) from the cache. Files elsewhere are
+    never touched."""
     click.echo(f"removed {model_name}: {_size(remove_cached(cache_dir, model_name))}")
 
 

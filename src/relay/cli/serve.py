@@ -23,7 +23,7 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
 @click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences a worker runs at once.")
-@click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one engine step.")
+@click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
 @click.option("--block-size", type=int, default=16, show_default=True, help="Tokens of a KV block.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
 @click.option(

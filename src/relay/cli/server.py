@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import click
 import uvloop
 
+from relay.cli.console import Console
 from relay.cli.listener import open_listener
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
@@ -30,16 +30,23 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 3.0
 HELD_LINES = 200
+CONSOLE_WAIT_S = 1.0
 
 
 def run_server(config: ServeConfig) -> int:
     """Serve until a signal; returns the exit code. Raises RelayError for a start that failed; nothing is left running then."""
     level = config.log_level.upper()
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    console = Console(sys.stderr.fileno())
+    logging.basicConfig(
+        level=level, handlers=[console], format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
     for noisy in ("uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    with contextlib.closing(open_listener(config.host, config.port)) as listener:
-        return uvloop.run(Server(config, listener).run())
+    try:
+        with contextlib.closing(open_listener(config.host, config.port)) as listener:
+            return uvloop.run(Server(config, listener, console).run())
+    finally:
+        console.finish(CONSOLE_WAIT_S)
 
 
 class Phases:
@@ -63,26 +70,28 @@ class Phases:
 class WorkerLog:
     """Workers' output: held back while the cluster starts, so that a failed start stays one line; then passed to stderr."""
 
-    def __init__(self, *, hold: bool) -> None:
+    def __init__(self, console: Console, *, hold: bool) -> None:
+        self._console = console
         self._held: deque[str] | None = deque(maxlen=HELD_LINES) if hold else None
 
     def line(self, name: str, text: str) -> None:
         if self._held is not None:
             self._held.append(f"[{name}] {text}")
         else:
-            click.echo(f"[{name}] {text}", err=True)
+            self._console.say(f"[{name}] {text}")
 
     def release(self) -> None:
         held, self._held = self._held, None
         for text in held or ():
-            click.echo(text, err=True)
+            self._console.say(text)
 
 
 class Server:
     """``run`` returns when everything has ended."""
 
-    def __init__(self, config: ServeConfig, listener: socket.socket) -> None:
+    def __init__(self, config: ServeConfig, listener: socket.socket, console: Console) -> None:
         self._config = config
+        self._console = console
         self._listener = listener
         self._phases = Phases()
         self._signals = 0
@@ -106,7 +115,7 @@ class Server:
             created=int(time.time()),
             eos_token_ids=model.config.eos_token_ids,
         )
-        log = WorkerLog(hold=config.log_level != "debug")
+        log = WorkerLog(self._console, hold=config.log_level != "debug")
         workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
         shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
         workers.attach(shell)
@@ -185,7 +194,7 @@ class Server:
     def _signalled(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            click.echo("relay: finishing running requests; a second signal ends them", err=True)
+            self._console.say("relay: finishing running requests; a second signal ends them")
             self._drain.set()
         else:
             self._drain.set()
@@ -198,13 +207,15 @@ class Server:
         url = f"http://{shown}:{port}"
         name = config.served_model_name or model.name
         workers = ", ".join(worker for worker, _ in config.slots)
-        click.echo(f"Relay serves {name} at {url}")
+        lines = [f"Relay serves {name} at {url}"]
         context = shell.model.max_model_len
         limited = f", limited by the KV cache from {model.max_model_len}" if context < self._context(model) else ""
-        click.echo(f"workers  {workers} ({config.worker.backend}), context {context} tokens{limited}")
-        click.echo(f"ready    {self._phases.line()}")
-        click.echo(f"try      {first_request(url, name)}")
-        sys.stdout.flush()
+        lines.append(f"workers  {workers} ({config.worker.backend}), context {context} tokens{limited}")
+        lines.append(f"ready    {self._phases.line()}")
+        lines.append(f"try      {first_request(url, name)}")
+        # Whoever started us may have stopped reading: that is no reason to stop serving.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in lines).encode())
 
 
 def first_request(url: str, name: str) -> str:

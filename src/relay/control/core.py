@@ -163,6 +163,7 @@ class GatewayCore:
         if worker is None or handler is None:
             state.counters["messages_dropped"] += 1
             return
+        worker.heard_ns = now_ns  # an engine that speaks is as alive as an agent that beats
         handler(worker, message, now_ns)
 
     def _refused(self, worker: Worker, message: EngineRefuse, now_ns: int) -> None:

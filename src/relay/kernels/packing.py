@@ -109,6 +109,20 @@ def from_gguf(kind: str, blocks: np.ndarray, n: int, k: int) -> MatrixSource:
     )
 
 
+def all_finite(source: MatrixSource) -> bool:
+    """Whether every value is a finite number; of blocks, whether every scale and minimum is."""
+    match source.encoding:
+        case Encoding.F32:
+            return bool(np.isfinite(source.values).all())
+        case Encoding.BF16:
+            return not np.any((source.values & 0x7F80) == 0x7F80)
+        case Encoding.F16:
+            return not np.any((source.values & 0x7C00) == 0x7C00)
+        case Encoding.Q8_0 | Encoding.Q4_1:
+            halves = [half for half in (source.scales, source.minimums) if half is not None]
+            return not any(np.any((half & 0x7C00) == 0x7C00) for half in halves)
+
+
 def pack_matrix(sources: MatrixSource | Sequence[MatrixSource]) -> PackedMatrix:
     """Pack one source, or several stacked along n in this order (q | k | v, gate | up).
 

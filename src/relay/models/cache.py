@@ -7,8 +7,12 @@
                       ``.float32`` before ``.pack`` where weights were widened
     files/            fetched model files, kept so that packing anew needs no network
     locks/            one file a pack being made
+    checked/          one file a pack, see ``checked.py``
 """
 
+import contextlib
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +44,16 @@ def repository_pack_name(repository: str) -> str:
     return repository.replace("/", "--")
 
 
+def local_pack_prefix(path: Path) -> str:
+    """What the names of all packs made from the file or folder ``path`` begin with, whether it is still there or not."""
+    resolved = path.resolve()
+    return f"local-{resolved.stem}-{short_key(str(resolved))}-"
+
+
+def short_key(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=6).hexdigest()
+
+
 def cached_names(cache_dir: Path) -> list[str]:
     """Names of all packs, sorted."""
     return sorted(path.name.removesuffix(PACK_SUFFIX) for path in packs_dir(cache_dir).glob(f"[!.]*{PACK_SUFFIX}"))
@@ -51,7 +65,8 @@ def cached_packs(cache_dir: Path) -> list[CachedPack]:
 
 
 def remove_cached(cache_dir: Path, name: str) -> int:
-    """Delete the packs of ``name`` (as listed, or a short name or org/name: then every storage of it and its fetched file).
+    """Delete the packs of ``name``: as listed; a short name or org/name, then every storage of it and its fetched file; or the
+    path of the file or folder they were made from, which itself stays.
 
     Returns the bytes freed. Processes that map a pack keep it until they end. Raises ModelNotFoundError if there is none.
     """
@@ -59,7 +74,13 @@ def remove_cached(cache_dir: Path, name: str) -> int:
     paths = [packs_dir(cache_dir) / (stem + suffix + PACK_SUFFIX) for suffix in ("", ".float32")]
     if name in ALIASES:
         paths.append(cache_dir / "files" / ALIASES[name].file_name)
-    present = [path for path in paths if path.is_file()]
+    with contextlib.suppress(
+        OSError, RuntimeError
+    ):  # too long for a name, or the home of an unknown user: no path then
+        local = local_pack_prefix(Path(name).expanduser())
+        made = [cached for cached in cached_names(cache_dir) if cached.startswith(local)]
+        paths += [packs_dir(cache_dir) / (cached + PACK_SUFFIX) for cached in made]
+    present = [path for path in paths if os.path.isfile(path)]  # Path.is_file raises for a name too long to be one
     if not present:
         raise ModelNotFoundError(f"model {name} is not in the cache {cache_dir}; 'relay model list' shows what is")
     freed = sum(path.stat().st_size for path in present)

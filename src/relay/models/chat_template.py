@@ -65,14 +65,17 @@ class ChatTemplate:
         """
         environment = self._environment(self._clock.now_ns() + TIME_LIMIT_NS)
         template = jinja2.Template.from_code(environment, self._code, environment.make_globals(None))
-        context = {
-            **self._special_tokens,
-            **{name: _plain(value) for name, value in (variables or {}).items()},
-            "messages": [_plain_message(message) for message in messages],
-            "tools": None if tools is None else [_plain(tool) for tool in tools],
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        try:
+            context = {
+                **self._special_tokens,
+                **{name: _plain(value) for name, value in (variables or {}).items()},
+                "messages": [_plain_message(message) for message in messages],
+                "tools": None if tools is None else [_plain(tool) for tool in tools],
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        except RecursionError as error:
+            raise ChatTemplateError("messages and variables are nested too deeply") from error
         pieces: list[str] = []
         length = 0
         try:

@@ -14,6 +14,7 @@ from relay.models.gguf_tokenizer import tokenizer_files
 from relay.models.layout import weight_items
 from relay.models.rope import yarn_attention_factor
 
+_VERSIONS = (2, 3)
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _LAYER_PARTS = {
     "attn_norm": "attn_norm.weight",
@@ -34,6 +35,23 @@ _LAYER_PARTS = {
 }
 _MODEL_PARTS = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
 _FREQUENCIES = "rope_freqs.weight"
+
+
+class _Truncated(ValueError):
+    """The text says what is missing."""
+
+
+def _check_start(path: Path) -> None:
+    """Magic and version. Raises CorruptModelError; OSError as ``open``."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start[:4] != b"GGUF":
+        raise CorruptModelError(
+            f"{path}: not a readable GGUF file ({'empty' if not start else 'it does not begin as one'})"
+        )
+    version = int.from_bytes(start[4:], "little")
+    if version not in _VERSIONS:
+        raise CorruptModelError(f"{path}: not a readable GGUF file (version {version}; 2 and 3 are served)")
 
 
 class _Reader(gguf.GGUFReader):
@@ -59,7 +77,7 @@ class _Reader(gguf.GGUFReader):
                 count *= extent
             end = start_offs + int(offset[0]) + count * size // block
             if end > len(self.data):
-                raise ValueError(
+                raise _Truncated(
                     f"truncated: tensor {bytes(name).decode()} ends {end - len(self.data)} bytes after the end"
                 )
         super()._build_tensors(start_offs, fields)
@@ -72,9 +90,15 @@ class GgufSource:
         """Raises CorruptModelError naming file and field or tensor."""
         self._path = path
         try:
+            _check_start(path)
             self._reader = _Reader(path)
-        except (OSError, ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
+        except OSError as error:
+            raise CorruptModelError(f"{path}: not a readable GGUF file ({error.strerror or error})") from error
+        except _Truncated as error:
             raise CorruptModelError(f"{path}: not a readable GGUF file ({error})") from error
+        except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
+            # What the package stumbled over says nothing to whoever has a bad file.
+            raise CorruptModelError(f"{path}: not a readable GGUF file (its header is truncated or damaged)") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._architecture = self._text("general.architecture")
         if self._architecture not in _ARCHITECTURES:

@@ -7,7 +7,8 @@
     header_offset    header: JSON of ``Header``, up to the end of the file
 
 The content digest (BLAKE2b-256 of everything after the preamble) is the *model digest*. It is written, not computed, when a
-pack is opened: opening checks sizes, the preamble's and the header's digest and costs milliseconds; ``verify`` reads it all.
+pack is opened: opening checks sizes, the preamble's and the header's digest and costs milliseconds; ``verify`` reads it all
+(``checked.py`` says when that is done).
 """
 
 import hashlib

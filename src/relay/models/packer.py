@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from relay.errors import CorruptModelError
-from relay.kernels.packing import from_f32, pack_matrix, widen
+from relay.kernels.packing import all_finite, from_f32, pack_matrix, widen
 from relay.kernels.weights import Encoding, PackedMatrix
 from relay.models.checkpoint import Checkpoint
 from relay.models.layout import Item, MatrixItem, VectorItem, weight_items
@@ -97,6 +97,8 @@ class _Writer:
             matrix = source.matrix(part)
             if (matrix.n, matrix.k) != (rows, item.k):
                 raise _wrong_shape(source, part, [matrix.n, matrix.k], [rows, item.k])
+            if not all_finite(matrix):
+                raise _not_finite(source, part)
             parts.append(matrix)
         if self._storage == "float32":
             parts = [from_f32(widen(part)) for part in parts]
@@ -146,11 +148,17 @@ def _wrong_shape(source: Checkpoint, part: str, found: list[int], wanted: list[i
     return CorruptModelError(f"{source.where}: weight {part} has shape {found}, the config asks for {wanted}")
 
 
+def _not_finite(source: Checkpoint, part: str) -> CorruptModelError:
+    return CorruptModelError(f"{source.where}: damaged: weight {part} holds values that are not finite")
+
+
 def _joined(source: Checkpoint, item: VectorItem) -> np.ndarray:
     parts = []
     for part, size in zip(item.parts, item.sizes, strict=True):
         values = source.vector(part)
         if values.shape != (size,):
             raise _wrong_shape(source, part, list(values.shape), [size])
+        if not np.isfinite(values).all():
+            raise _not_finite(source, part)
         parts.append(values)
     return np.concatenate(parts)

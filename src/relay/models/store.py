@@ -6,15 +6,22 @@ sizes and times, so an edited file is packed anew.
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
-from relay.models.cache import PACK_SUFFIX, cached_names, packs_dir, repository_pack_name
+from relay.models.cache import (
+    PACK_SUFFIX,
+    cached_names,
+    local_pack_prefix,
+    packs_dir,
+    repository_pack_name,
+    short_key,
+)
 from relay.models.catalogue import ALIASES, DEFAULT_MODEL, PackagedModel
+from relay.models.checked import check, remember
 from relay.models.checkpoint import Checkpoint
 from relay.models.fetch import Fetcher, NetworkFetcher, missing_offline
 from relay.models.llama import build_program
@@ -26,6 +33,7 @@ from relay.models.progress import NoProgress, Progress
 __all__ = ["LoadedModel", "ModelStore", "default_cache_dir", "open_checkpoint", "open_model"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+MAX_REPOSITORY_CHARACTERS = 200  # with its revision; a longer name would be no file name either
 _STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
 
 
@@ -73,10 +81,11 @@ class ModelStore:
         return packs_dir(self.cache_dir)
 
     def open(self, argument: str, storage: Storage = "native") -> LoadedModel:
-        """As ``open_model``."""
+        """As ``open_model``. A pack that changed since it was last read whole is read against its digest."""
         name, path = self._resolve(argument, storage)
         source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
         pack = Pack(path, rebuild=f"relay model pull {source}")
+        check(pack, self.cache_dir)
         return LoadedModel(name, pack, build_program(pack.config))
 
     def pull(self, argument: str, storage: Storage = "native") -> LoadedModel:
@@ -101,7 +110,7 @@ class ModelStore:
             return argument, self.packs_dir / (argument + suffix)
         if argument in cached_names(self.cache_dir):
             return argument, self.packs_dir / (argument + PACK_SUFFIX)
-        if _REPOSITORY.fullmatch(argument):
+        if _REPOSITORY.fullmatch(argument) and len(argument) <= MAX_REPOSITORY_CHARACTERS:
             return argument.split("@")[0], self.packs_dir / (repository_pack_name(argument) + suffix)
         known = ", ".join(ALIASES)
         raise ModelNotFoundError(
@@ -123,7 +132,9 @@ class ModelStore:
         with _locked(self.cache_dir / "locks" / path.name):
             if not path.exists():  # else another process made it while we waited
                 source = self._checkpoint(argument)
+                _check_texts(source)
                 write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                remember(path, self.cache_dir)
                 _remove_outdated(path)
 
     def _checkpoint(self, argument: str) -> Checkpoint:
@@ -157,8 +168,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufSource(path)
 
 
+def _check_texts(source: Checkpoint) -> None:
+    """A damaged tokenizer or chat template is refused before gigabytes are packed. Raises CorruptModelError naming the source."""
+    files = source.tokenizer
+    if files.json:
+        from relay.models.tokenizer import Tokenizer
+
+        Tokenizer(files.json, source.where)
+    if files.chat_template is not None:
+        from relay.models.chat_template import ChatTemplate, ChatTemplateError
+
+        try:
+            ChatTemplate(files.chat_template, files.special_tokens)
+        except ChatTemplateError as error:
+            raise CorruptModelError(f"{source.where}: {error}") from error
+
+
 def _local_path(argument: str) -> Path | None:
-    """``argument`` as a path, if something is there."""
+    """``argument`` as a path, if something is there. The empty text is no path, whatever ``Path("")`` says."""
+    if not argument:
+        return None
     try:
         path = Path(argument).expanduser()
         return path if path.exists() else None
@@ -171,11 +200,7 @@ def _local_name(path: Path) -> str:
     resolved = path.resolve()
     files = sorted(resolved.iterdir()) if resolved.is_dir() else [resolved]
     state = [VERSION, *((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())]
-    return f"local-{resolved.stem}-{_key(str(resolved))}-{_key(repr(state))}"
-
-
-def _key(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return local_pack_prefix(path) + short_key(repr(state))
 
 
 def _remove_outdated(path: Path) -> None:

@@ -15,6 +15,7 @@ from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.host import host_identity
 from relay.worker.spec import WorkerSpec
 from relay.worker.status_page import StatusPage
+from relay.worker.step_age import StepAge, thread_waits
 
 
 class AgentLoop:
@@ -26,6 +27,7 @@ class AgentLoop:
         self._page = page
         self._now_ns = now_ns
         self._pidfd = os.pidfd_open(engine)
+        self._step_age = StepAge(lambda: thread_waits(engine))
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._links: list[ControlLink] = []
         self._terminations = 0
@@ -99,6 +101,8 @@ class AgentLoop:
 
     def _beat(self, now_ns: int) -> None:
         step, phase, age_ms = self._page.read(now_ns)
+        if phase == "stepping":
+            age_ms = self._step_age.own_ms(step, age_ms)
         self._send_all(Heartbeat(step, phase, age_ms, engine_state(self._engine)))
 
     def _send_all(self, message: msgspec.Struct) -> None:

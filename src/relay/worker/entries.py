@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from relay.engine.sequence import SequenceUpdate
+from relay.kernels.backend import SampledToken
 from relay.protocol.messages import TokenEntry, Work
 from relay.transfer.frame import Handoff
 
@@ -14,7 +15,7 @@ def token_entry(work: Work, update: SequenceUpdate, digest_kv: DigestKv) -> Toke
     tokens = update.tokens
     logprobs = None
     if work.params.logprobs is not None:
-        logprobs = [(token.logprob or 0.0, token.top) for token in tokens]
+        logprobs = [(_logprob(token), token.top) for token in tokens]
     kv_digests = None
     if update.finish is not None and update.block_table is not None:
         kv_digests = digest_kv(update.block_table, update.num_computed)
@@ -28,6 +29,13 @@ def token_entry(work: Work, update: SequenceUpdate, digest_kv: DigestKv) -> Toke
         logit_digests=update.logit_digests,
         kv_digests=kv_digests,
     )
+
+
+def _logprob(token: SampledToken) -> float:
+    """Raises ValueError for a backend that draws without the logprob it was asked for."""
+    if token.logprob is None:
+        raise ValueError(f"token {token.token_id} was drawn without its logprob")
+    return token.logprob
 
 
 def handoff_of(update: SequenceUpdate) -> Handoff:

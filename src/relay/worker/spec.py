@@ -28,7 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_dtype: Literal["float32", "bfloat16"] = "float32"
     block_size: int = 16
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     growth_tokens: int = 128  # see engine/limits.py
     max_model_len: int = 0  # 0: the model's own limit
     kv_host: str = "127.0.0.1"  # where the KV listener binds and what it advertises

@@ -40,14 +40,13 @@ static keys_t find_keys(const job_t *job, const int32_t *table, int head, const 
     keys_t keys;
     for (int u = 0; u < 4; u++) {
         if ((first + u) * UNIT >= end) {
-            keys.k[u] = keys.k[0], keys.v[u] = keys.v[0];
-            keys.next_k[u] = keys.next_k[0], keys.next_v[u] = keys.next_v[0];
+            keys.k[u] = keys.k[0], keys.v[u] = keys.v[0], keys.next_k[u] = keys.next_k[0];
             continue;
         }
         const unit_t unit = find_unit(job, table, head, first + u);
         const unit_t next = (first + u + 4) * UNIT < next_end ? find_unit(job, table, head, first + u + 4) : unit;
         keys.k[u] = (const float *)unit.k, keys.v[u] = (const float *)unit.v;
-        keys.next_k[u] = (const char *)next.k, keys.next_v[u] = (const char *)next.v;
+        keys.next_k[u] = (const float *)next.k;
         if (!job->model->kv_half) continue;
         float *wide_k = s->wide_k + u * UNIT * D, *wide_v = s->wide_v + u * UNIT * D;
         for (int i = 0; i < UNIT * D; i += 16) {
@@ -56,8 +55,7 @@ static keys_t find_keys(const job_t *job, const int32_t *table, int head, const 
             v_store(wide_k + i, v_from_bf16((const uint16_t *)unit.k + i));
             v_store(wide_v + i, v_from_bf16((const uint16_t *)unit.v + i));
         }
-        keys.k[u] = wide_k, keys.v[u] = wide_v;
-        keys.next_k[u] = (const char *)wide_k, keys.next_v[u] = (const char *)wide_v;
+        keys.k[u] = wide_k, keys.v[u] = wide_v, keys.next_k[u] = wide_k;
     }
     return keys;
 }
@@ -95,7 +93,6 @@ static void tile_of_rows(const job_t *job, const int32_t *table, int head, const
         count = last - row < TILE_ROWS ? last - row : TILE_ROWS;
         some_rows(count, s, row, &keys, start, job->op->log2_scale, job->model->head_dim);
         memcpy(keys.next_k, keys.k, sizeof keys.k); /* one fetch is enough */
-        memcpy(keys.next_v, keys.v, sizeof keys.v);
     }
 }
 

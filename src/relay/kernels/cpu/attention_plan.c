@@ -3,6 +3,7 @@
 #include "attention.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     const model_t *model;
@@ -54,6 +55,27 @@ static task_t *cut_split(const model_t *model, const batch_t *batch, struct atte
     return task;
 }
 
+/* Every thread's share gets as many of the large tasks, which come first. */
+static void deal(task_t *tasks, int64_t count, int threads)
+{
+    memcpy(tasks + count, tasks, (size_t)count * sizeof *tasks);
+    for (int64_t thread = 0, to = 0; thread < threads; thread++)
+        for (int64_t from = thread; from < count; from += threads) tasks[to++] = tasks[count + from];
+}
+
+/* Every thread's share are the tokens it has in the other ops, the longest contexts first. */
+static void share_out(const pool_t *pool, task_t *tasks, int64_t num_prefill, int64_t count)
+{
+    for (int thread = 0; thread < pool_threads(pool); thread++) {
+        int64_t left = pool_share(pool, count, thread), right = pool_share(pool, count, thread + 1);
+        if (right > num_prefill) right = num_prefill;
+        for (right--; left < right; left++, right--) {
+            const task_t swapped = tasks[left];
+            tasks[left] = tasks[right], tasks[right] = swapped;
+        }
+    }
+}
+
 int attention_plan(model_t *model, const batch_t *batch)
 {
     const int group = model->heads / model->kv_heads, threads = pool_threads(model->pool);
@@ -64,7 +86,7 @@ int attention_plan(model_t *model, const batch_t *batch)
     int most_splits = 0;
     /* Tokens of a prefill task and sequences of a decode task shrink until every thread has several tasks. */
     int most_tokens = MAX_TASK_ROWS / group;
-    while (most_tokens > 8 && (int64_t)batch->tokens * model->kv_heads < (int64_t)4 * threads * most_tokens) most_tokens = (most_tokens + 1) / 2;
+    while (most_tokens > 8 && (int64_t)batch->tokens * model->kv_heads < (int64_t)8 * threads * most_tokens) most_tokens = (most_tokens + 1) / 2;
     for (int row = 0; row < batch->rows; row++) {
         const int count = tokens_of(batch, row), splits = splits_of(batch, row);
         work += (int64_t)count * (last_position(batch, row) + 1) * model->heads * model->head_dim;
@@ -78,7 +100,7 @@ int attention_plan(model_t *model, const batch_t *batch)
     int most = MAX_TASK_ROWS / group;
     while (most > 2 && partials * model->kv_heads < (int64_t)4 * threads * most) most = (most + 1) / 2;
 
-    const int64_t task_bytes = most_tasks * (int64_t)sizeof(task_t);
+    const int64_t task_bytes = 2 * most_tasks * (int64_t)sizeof(task_t); /* twice: to deal them out */
     if (!grow(&plan->memory, &plan->memory_bytes, task_bytes + (2 * num_decode + partials) * 4)) return ERR_MEMORY;
     if (!grow((void **)&plan->partials, &plan->partial_bytes, partials * model->heads * (model->head_dim + 16) * 4)) return ERR_MEMORY;
     plan->tasks = plan->memory;
@@ -95,10 +117,12 @@ int attention_plan(model_t *model, const batch_t *batch)
             *decode++ = row;
             continue;
         }
-        for (int head = 0; head < model->kv_heads; head++)
-            for (int end = last; end > first; end -= most_tokens) /* the longest contexts first */
-                *task++ = (task_t){head, row, end - most_tokens > first ? end - most_tokens : first, end, 0};
+        for (int begin = first, end; begin < last; begin = end) {
+            end = last - begin > most_tokens ? begin + most_tokens : last;
+            for (int head = 0; head < model->kv_heads; head++) *task++ = (task_t){head, row, begin, end, 0};
+        }
     }
+    const int64_t num_prefill = task - plan->tasks;
     context_t context = {model, batch};
     if (num_decode > 1) qsort_r(plan->decode_rows, (size_t)num_decode, sizeof(int32_t), by_table, &context);
     int32_t partial = 0, *members = plan->members;
@@ -108,6 +132,8 @@ int attention_plan(model_t *model, const batch_t *batch)
         if (task > plan->tasks) members = plan->members + task[-1].last;
     }
     plan->num_tasks = task - plan->tasks;
+    if (num_prefill == 0) deal(plan->tasks, plan->num_tasks, threads);
+    else share_out(model->pool, plan->tasks, num_prefill, plan->num_tasks);
     return OK;
 }
 

@@ -34,16 +34,16 @@ static state_t carve(float *memory, int D)
 
 int64_t attention_scratch_floats(int D) { return (int64_t)MAX_TASK_ROWS * (3 * D + 5) + 8 * TILE + 2 * TILE * D; }
 
-/* One tile of keys: four units of K [dim][16] and of V [16][dim]. `next` are the bytes of the tile after it, fetched meanwhile. */
+/* One tile of keys: four units of K [dim][16] and of V [16][dim]. Scores fetch this tile's V meanwhile, values the K of the tile
+ * after it, `next_k`; a unit of either has as many bytes. */
 typedef struct {
-    const float *k[4], *v[4];
-    const char *next_k[4], *next_v[4];
+    const float *k[4], *v[4], *next_k[4];
 } keys_t;
 
 #define FETCH(pointer) __builtin_prefetch((pointer), 0, 2) /* into the second level: the first is full of this tile */
 
 /* p[r][key] = chain over the head dimension of q[r] * k[key]. */
-INLINE void score_tile(const int R, const int V, const float *q, const float *const *k, const char *const *next, float *p, int D)
+INLINE void score_tile(const int R, const int V, const float *q, const float *const *k, const float *const *next, float *p, int D)
 {
     v16 acc[MOST_ROWS][4];
     UNROLL for (int r = 0; r < R; r++)
@@ -51,7 +51,7 @@ INLINE void score_tile(const int R, const int V, const float *q, const float *co
     for (int d = 0; d < D; d++) {
         v16 kd[4];
         UNROLL for (int v = 0; v < V; v++) {
-            FETCH(next[v] + d * UNIT * 4);
+            FETCH(next[v] + d * UNIT);
             kd[v] = v_load(k[v] + d * UNIT);
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -72,13 +72,13 @@ INLINE void value_tile(const int R, const int V, const float *p, const keys_t *k
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = v_mul(v_load(out + r * D + 16 * v), v_set1(scale[r]));
     for (int unit = 0; unit * UNIT < count; unit++) {
         const float *row = keys->v[unit] + at;
-        const char *next = keys->next_v[unit] + at * 4;
+        const float *next = keys->next_k[unit] + at;
         const float *weight = p + unit * UNIT;
         const int left = count - unit * UNIT < UNIT ? count - unit * UNIT : UNIT;
-        for (int key = 0; key < left; key++, row += D, next += D * 4, weight++) {
+        for (int key = 0; key < left; key++, row += D, next += D, weight++) {
             v16 x[4];
             UNROLL for (int v = 0; v < V; v++) {
-                FETCH(next + 64 * v);
+                FETCH(next + 16 * v);
                 x[v] = v_load(row + 16 * v);
             }
             UNROLL for (int r = 0; r < R; r++) {
@@ -145,10 +145,10 @@ INLINE void rows_of_tile(const int R, const state_t *s, int row, const keys_t *k
     }
     if (most == 0) return;
     if (V == 4 && most <= 2 * UNIT) /* the diagonal: two units hold every key these rows see, the other scores are masked */
-        score_tile(R, 2, s->q + row * D, keys->k, keys->next_k, s->p, D);
+        score_tile(R, 2, s->q + row * D, keys->k, keys->v, s->p, D);
     else
         UNROLL for (int u = 0; u < 4; u += V)
-            if (u * UNIT < most) score_tile(R, V, s->q + row * D, keys->k + u, keys->next_k + u, s->p + u * UNIT, D);
+            if (u * UNIT < most) score_tile(R, V, s->q + row * D, keys->k + u, keys->v + u, s->p + u * UNIT, D);
     soften(R, s->p, s->m + row, s->l + row, s->visible + row, tile_start, c, scale);
     int d = 0;
     for (; d + 16 * V <= D; d += 16 * V) value_tile(R, V, s->p, keys, d, least, scale, s->acc + row * D + d, D);

@@ -20,8 +20,9 @@
 
 #define OPEN 0x80000000u
 #define SPIN_NS 10000        /* a helper between jobs: then it gives its core away, */
-#define YIELD_NS 60000       /* then it sleeps */
-#define CALLER_SPIN_NS 20000 /* the caller waiting for helpers never yields: it would lose its core for a whole time slice */
+#define YIELD_NS 200000      /* then it sleeps: longer than an item of a large step takes the others */
+#define CALLER_SPIN_NS 20000 /* the caller waiting for helpers never yields: it would lose its core for a whole time slice. It */
+#define MOST_SPIN_NS 200000  /* spins as long as one of its own items took, since a helper that runs has one left at most */
 #define STALL_NS 100000 /* waiting this long, and longer than the caller's own work took, is a stall */
 #define MOST_ALONE 128  /* jobs */
 #define MAX_THREADS 256
@@ -37,10 +38,12 @@ struct pool {
     struct helper helpers[MAX_THREADS];
     job_fn fn;
     void *argument;
-    long items;
     int alone, alone_next; /* jobs the caller still does by itself; how many after the next stall */
     _Alignas(64) _Atomic uint64_t state;
-    _Alignas(64) _Atomic long next;
+    struct {
+        _Alignas(64) _Atomic long next;
+        long end;
+    } shares[MAX_THREADS]; /* each thread's own items; whoever is done with those goes on with the others' */
     _Alignas(64) _Atomic uint32_t opened; /* counts jobs; helpers sleep on it */
     _Atomic int sleepers;
     _Atomic int stopping;
@@ -87,10 +90,16 @@ static void pause_a_little(void)
     for (int i = 0; i < 16; i++) relax();
 }
 
-static void work(pool_t *pool, int thread)
+/* Returns how many items this thread did. */
+static long work(pool_t *pool, int thread)
 {
-    long item;
-    while ((item = atomic_fetch_add(&pool->next, 1)) < pool->items) pool->fn(pool->argument, item, thread);
+    long done = 0;
+    for (int i = 0; i < pool->threads; i++) {
+        const int owner = (thread + i) % pool->threads;
+        long item;
+        while ((item = atomic_fetch_add(&pool->shares[owner].next, 1)) < pool->shares[owner].end) pool->fn(pool->argument, item, thread), done++;
+    }
+    return done;
 }
 
 static void try_join(pool_t *pool, int thread)
@@ -164,6 +173,7 @@ void pool_destroy(pool_t *pool)
 }
 
 int pool_threads(const pool_t *pool) { return pool->threads; }
+long pool_share(const pool_t *pool, long items, int thread) { return items * thread / pool->threads; }
 
 void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
 {
@@ -175,19 +185,22 @@ void pool_run(pool_t *pool, job_fn fn, void *argument, long items)
     /* Nobody is joined here: the last job was closed and left. */
     pool->fn = fn;
     pool->argument = argument;
-    pool->items = items;
-    atomic_store(&pool->next, 0);
+    for (int i = 0; i < pool->threads; i++) {
+        atomic_store(&pool->shares[i].next, pool_share(pool, items, i));
+        pool->shares[i].end = pool_share(pool, items, i + 1);
+    }
     uint64_t generation = (atomic_load(&pool->state) >> 32) + 1;
     atomic_store(&pool->state, generation << 32 | OPEN);
     atomic_fetch_add(&pool->opened, 1);
     if (atomic_load(&pool->sleepers)) futex_wake(&pool->opened);
     const int64_t begun = now_ns();
-    work(pool, 0);
+    const long done = work(pool, 0);
     uint64_t state = atomic_fetch_and(&pool->state, ~(uint64_t)OPEN);
     if ((uint32_t)(state & ~OPEN) == 0) return;
-    const int64_t start = now_ns();
+    const int64_t start = now_ns(), item = done ? (start - begun) * 5 / 4 / done : 0;
+    const int64_t spin = item < CALLER_SPIN_NS ? CALLER_SPIN_NS : item < MOST_SPIN_NS ? item : MOST_SPIN_NS;
     while ((uint32_t)atomic_load(&pool->state) != 0)
-        if (now_ns() - start < CALLER_SPIN_NS) {
+        if (now_ns() - start < spin) {
             pause_a_little();
         } else {
             uint32_t seen = atomic_load(&pool->finished);

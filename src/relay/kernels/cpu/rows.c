@@ -13,16 +13,16 @@ typedef struct {
     const op_t *op;
     const batch_t *batch;
     void (*row)(const model_t *, const op_t *, const batch_t *, int row);
-    int rows, per_item;
+    int rows;
+    long items;
 } job_t;
 
 static void run_item(void *argument, long item, int thread)
 {
     (void)thread;
     const job_t *job = argument;
-    int last = (int)(item + 1) * job->per_item;
-    for (int row = (int)item * job->per_item; row < (last < job->rows ? last : job->rows); row++)
-        job->row(job->model, job->op, job->batch, row);
+    for (long row = job->rows * item / job->items; row < job->rows * (item + 1) / job->items; row++)
+        job->row(job->model, job->op, job->batch, (int)row);
 }
 
 static void for_rows(job_t job, int64_t floats_per_row)
@@ -31,9 +31,10 @@ static void for_rows(job_t job, int64_t floats_per_row)
         for (int row = 0; row < job.rows; row++) job.row(job.model, job.op, job.batch, row);
         return;
     }
-    int64_t per_item = PARALLEL_FLOATS / 4 / floats_per_row;
-    job.per_item = (int)(per_item < 1 ? 1 : per_item);
-    pool_run(job.model->pool, run_item, &job, (job.rows + job.per_item - 1) / job.per_item);
+    const int64_t threads = pool_threads(job.model->pool), rows_per_item = PARALLEL_FLOATS / 4 / floats_per_row;
+    job.items = job.rows / (rows_per_item < 1 ? 1 : rows_per_item);
+    job.items = (job.items + threads - 1) / threads * threads; /* shares of whole items have equally many rows */
+    pool_run(job.model->pool, run_item, &job, job.items);
 }
 
 static int row_of_token(const batch_t *batch, int token)

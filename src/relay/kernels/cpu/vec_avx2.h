@@ -6,6 +6,7 @@ typedef struct { __m256i lo, hi; } i16;
 
 #define TILE_ROWS 6
 #define TILE_VECTORS(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define WIDE_TILES 0
 
 #define PAIR(name, lo_, hi_) ((name){(lo_), (hi_)})
 

@@ -7,6 +7,7 @@ typedef __m512i i16;
 /* Register tile of a matrix product: rows, and 16-lane vectors for so many rows. */
 #define TILE_ROWS 6
 #define TILE_VECTORS(rows) ((void)(rows), 4)
+#define WIDE_TILES 1 /* whether tiles of every height are four vectors wide */
 
 INLINE float f_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE v16 v_zero(void) { return _mm512_setzero_ps(); }

@@ -11,6 +11,7 @@
 #define TILE_ROWS 2
 #endif
 #define TILE_VECTORS(rows) ((void)(rows), 1)
+#define WIDE_TILES 0
 
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));

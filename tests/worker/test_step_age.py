@@ -1,0 +1,44 @@
+"""The age of a step on a busy machine, and the statistics it is taken from."""
+
+import os
+import subprocess
+import sys
+
+from relay.worker.step_age import StepAge, thread_waits
+
+MS = 1_000_000
+
+
+def ages(waits: list[dict[int, int]], steps: list[tuple[int, int]]) -> list[int]:
+    readings = iter(waits)
+    age = StepAge(lambda: next(readings))
+    return [age.own_ms(step, age_ms) for step, age_ms in steps]
+
+
+def test_time_without_a_processor_does_not_age_a_step() -> None:
+    waits = [{1: 0, 2: 5 * MS}, {1: 900 * MS, 2: 100 * MS}, {1: 11_000 * MS, 2: 4_000 * MS}]
+    assert ages(waits, [(7, 300), (7, 1300), (7, 13_000)]) == [300, 400, 2000]
+
+
+def test_a_hang_ages_fully() -> None:
+    assert ages([{1: 50 * MS, 2: 8 * MS}] * 2, [(7, 200), (7, 12_000)]) == [200, 12_000]
+
+
+def test_each_step_is_measured_from_its_own_begin() -> None:
+    assert ages([{1: 0}, {1: 9_000 * MS}], [(7, 300), (8, 10_500)]) == [300, 10_500]
+
+
+def test_short_steps_cost_no_reading() -> None:
+    assert ages([], [(1, 5), (2, 199)]) == [5, 199]
+
+
+def test_threads_that_come_or_go_and_no_statistics() -> None:
+    assert ages([{1: 5, 2: 7}, {2: 7, 3: 10**12}], [(1, 300), (1, 500)]) == [300, 500]
+    assert ages([{}, {}], [(1, 300), (1, 500)]) == [300, 500]
+
+
+def test_the_kernel_tells_waits() -> None:
+    assert os.getpid() in thread_waits(os.getpid())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert thread_waits(ended.pid) == {}
