@@ -97,11 +97,11 @@ class Oracle:
 
 
 class HashBackend:
-    """Implements ``Backend``. ``trouble(token_ids)`` is called at the start of each step and may raise."""
+    """Implements ``Backend``. ``trouble(token_ids, rows)`` is called at the start of each step and may raise."""
 
     name = "hash"
 
-    def __init__(self, numerics: str, trouble: Callable[[list[int]], None]) -> None:
+    def __init__(self, numerics: str, trouble: Callable[[list[int], int], None]) -> None:
         self._numerics = numerics.encode()
         self._trouble = trouble
         self._block_size = 0
@@ -151,7 +151,7 @@ class HashBackend:
                 token_ids[first] = outputs[-1] if outputs else prompt[-1]
             self._rows.append((tables[row], positions[first], first))
             self._x.append([_embed(self._numerics, token) for token in token_ids[first:last]])
-        self._trouble(token_ids)
+        self._trouble(token_ids, len(self._rows))
 
     def _write(self, layer: int) -> None:
         kv, size = self._kv[layer], self._block_size

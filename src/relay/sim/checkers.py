@@ -14,12 +14,13 @@ from relay.control.invariants import violations
 from relay.control.requests import MAX_AHEAD_TOKENS, Choice
 from relay.control.state import LIVE
 from relay.control.transitions import ChoiceState, WorkerState
-from relay.ids import SequenceKey
+from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.backend import LAYERS
 from relay.sim.engine import TICK_NS, EngineProcess
 from relay.sim.kernel import Violation
 from relay.transfer.contract import ReceiveCompleted
+from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event as WorkerEvent
 from relay.worker.held import HeldState
 
@@ -39,6 +40,7 @@ STATEMENTS = {
     "I11": "a poison request kills at most three engines, and no innocent is quarantined",
     "I12": "after the faults end every worker is ready again and serves",
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "I15": "the gateway's own stall is not others' death",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
     "core": "the cores' own invariants hold and no core raises",
 }
@@ -47,6 +49,11 @@ AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
 _Fingerprint = tuple[int, int]
+
+
+def worker_patience_s(world: "World") -> float:
+    """A disturbance that is over for longer cannot be why a worker is silent now."""
+    return world.swarm.control.detector.dead_after_s + 2 * HEARTBEAT_NS / SECOND
 
 
 class Checkers:
@@ -99,6 +106,17 @@ class Checkers:
         else:
             self._core_state()
         self._bounds()
+        for command in commands:
+            if type(command) is c.StopWorker and command.kill:
+                self._rightly_killed(command.worker)
+
+    def _rightly_killed(self, key: WorkerKey) -> None:
+        """I15: a worker dies of silence only if something has kept it, and not the gateway, from being heard."""
+        world = self._world
+        worker = world.gateway.core.state.workers[key.worker]
+        window_ns = int(worker_patience_s(world) * SECOND)
+        if worker.last_cause.startswith("silent") and world.undisturbed_ns(key.worker) > window_ns:
+            raise Violation("I15", f"{key.worker} is killed ({worker.last_cause}), but only the gateway stood still")
 
     def _ended_by_others(self, choice: Choice) -> bool:
         """Other choices' messages in the same event may end a request as a whole."""
@@ -238,6 +256,12 @@ class Checkers:
             if worker.state in LIVE and silent_ns > silence_ns:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, silent for {silent_ns / SECOND:.1f} s"
+                )
+            last_ns = world.gateway.heard_ns.get(worker.key, now_ns)
+            frozen_ns = min(awake_ns, last_ns - world.gateway.frozen_ns.get(worker.key, last_ns))
+            if worker.state in LIVE and frozen_ns > int(detector.frozen_after_s * SECOND) + 2 * HEARTBEAT_NS:
+                raise Violation(
+                    "detection", f"{worker.id} is {worker.state.value}, frozen for {frozen_ns / SECOND:.1f} s"
                 )
         bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
         for request in state.requests.values():

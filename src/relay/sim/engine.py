@@ -73,7 +73,7 @@ class EngineProcess(Process):
         self.role = role
         self.numerics = numerics
         self.slow = 1
-        self.fail_next_step = False
+        self.fail_rows = 0  # the next step with at least so many rows raises; 0: none
         self.page = Page()
         self._network = network
         self._swarm = swarm
@@ -234,8 +234,6 @@ class EngineProcess(Process):
             event = self._execute(step)
             if event is None:
                 return
-        if event.result.error is not None:
-            self.kernel.sometimes("a step raised")
         self.page.step += 1
         self._stepping = False
         if not self._queue:
@@ -243,11 +241,12 @@ class EngineProcess(Process):
         self.post(event)
         self._begin_step()
 
-    def _trouble(self, token_ids: list[int]) -> None:
+    def _trouble(self, token_ids: list[int], rows: int) -> None:
         if POISON in token_ids:
             raise EngineCrash
-        if self.fail_next_step:
-            self.fail_next_step = False
+        if self.fail_rows and rows >= self.fail_rows:
+            self.kernel.sometimes("a step of several rows raised" if rows > 1 else "a step of one row raised")
+            self.fail_rows = 0
             raise RuntimeError("injected")
 
     # --- the end --------------------------------------------------------------------------------------------------

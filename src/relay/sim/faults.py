@@ -213,10 +213,10 @@ def _drain(world: "World") -> bool:
 def _step_error(world: "World") -> bool:
     """One step raises; the scheduler runs its rows again one by one."""
     node = _pick(world)
-    if node is None or node.running is None or node.running.fail_next_step:
+    if node is None or node.running is None or node.running.fail_rows:
         return False
     world.step_errors += 1
-    node.running.fail_next_step = True
+    node.running.fail_rows = world.kernel.tape.between(1, 2, "fail rows")
     return True
 
 

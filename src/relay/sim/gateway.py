@@ -84,6 +84,7 @@ class GatewayNode(Process):
         self._bound: dict[tuple[WorkerKey, str], _Connection] = {}
         self.timers: dict[e.TimerKey, int] = {}
         self.heard_ns: dict[WorkerKey, int] = {}  # last heartbeat that arrived, for checkers
+        self.frozen_ns: dict[WorkerKey, int] = {}  # since when heartbeats say that the engine is stopped
         self._pending: deque[c.Command] = deque()
         self._executing = False
         self._execute = execute
@@ -100,6 +101,10 @@ class GatewayNode(Process):
         self._before(event)
         if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
             self.heard_ns[event.worker] = self.kernel.now_ns
+            if event.message.engine_state == "T":
+                self.frozen_ns.setdefault(event.worker, self.kernel.now_ns)
+            else:
+                self.frozen_ns.pop(event.worker, None)
         commands = self.core.handle(event, self.kernel.now_ns)
         self._observe(event, commands)
         self._pending += commands

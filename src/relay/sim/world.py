@@ -306,6 +306,12 @@ class World:
             return self.kernel.now_ns
         return max(self._calm_ns.get(host, 0), self._calm_ns.get("", 0))
 
+    def undisturbed_ns(self, host: str) -> int:
+        """For how long nothing has happened to ``host`` in particular."""
+        if any(host in hosts for _, hosts in self._heals.values()):
+            return 0
+        return self.kernel.now_ns - self._calm_ns.get(host, 0)
+
     def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
         """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
         number = self._next_heal
@@ -327,7 +333,7 @@ class World:
         self.network.lose_next_kv = self.network.repeat_next_kv = 0
         for node in self.workers.values():
             if node.running is not None:
-                node.running.fail_next_step = False
+                node.running.fail_rows = 0
         for number in list(self._heals):
             self._undo(number)
 
