@@ -358,6 +358,20 @@ def test_a_poison_does_not_outrun_the_agents_reports() -> None:
     assert world.clients[1].failure.code == "quarantined"
 
 
+def test_an_engines_eof_after_the_exit_does_not_silence_its_agent() -> None:
+    """Found by `relay sim --seed 441`: exit event, then the engine's EOF, and the agent's report of the crash was not awaited."""
+    world = World(first, [(name, "both") for name in "ab"]).ready()
+    world.submit([666] * 20)
+    choice = world.core.state.requests[1].choices[0]
+    key = choice.decode.key
+    world.handle(e.LauncherExited(key, status=139))
+    world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    world.handle(e.WorkerMessage(key, EngineExited(signal=11)))
+    assert choice.blames == 1
+    world.handle(e.ConnectionLost(key, "agent", "EOF"))
+    assert world.core.state.workers[key.worker].incarnation == 2
+
+
 def test_engines_that_lost_the_gateway_blame_nobody() -> None:
     """Found by `relay sim --seed 451`: an engine ends by itself when its connection is cut; that was blamed as a crash."""
     world = World(first, ONE).ready()

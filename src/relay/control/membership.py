@@ -119,7 +119,7 @@ class Membership:
             # An engine's end is explained by its agent a moment later: leave the agent that moment.
             wait_for_report = event.process == "engine" and worker.agent_open
             self.lose(worker, f"{event.process} connection ended: {event.reason}", now_ns, fence=not wait_for_report)
-        elif worker.exited:
+        elif worker.exited and not worker.agent_open:  # else the agent's last words are still to come
             self._gone(worker, now_ns)
 
     def engine_exited(self, worker: Worker, message: EngineExited, now_ns: int) -> None:
