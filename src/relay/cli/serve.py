@@ -17,7 +17,11 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
     "--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both)."
 )
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="C kernels, or numpy (very slow, bits depend on the batch)."
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="cpu",
+    show_default=True,
+    help="C kernels, or numpy (very slow, bits depend on the batch).",
 )
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")

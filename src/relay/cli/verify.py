@@ -28,7 +28,11 @@ INJECTED_PATH = "split"
     "--path", "only", multiple=True, type=click.Choice(list(PATHS)), help="Run only this path; may be repeated."
 )
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="C kernels, or numpy (very slow, bits depend on the batch)."
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="cpu",
+    show_default=True,
+    help="C kernels, or numpy (very slow, bits depend on the batch).",
 )
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option(
