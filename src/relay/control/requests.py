@@ -119,13 +119,12 @@ class Choice:
 class Request:
     """One client request: what was submitted and its choices."""
 
-    __slots__ = ("_hashes", "choices", "first_token_ns", "id", "open_choices", "submission", "submitted_ns")
+    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns")
 
     def __init__(self, request: int, submission: Submission, now_ns: int) -> None:
         self.id = request
         self.submission = submission
         self.submitted_ns = now_ns
-        self.first_token_ns = 0
         self.choices = [Choice(self, index, now_ns) for index in range(submission.n)]
         self.open_choices = submission.n
         self._hashes: dict[str, list[bytes]] = {}

@@ -90,7 +90,7 @@ class TokenPath:
             worker.prefilled(choice)
         cached = 0
         if position == 0:
-            cached = self._first(choice, worker, entry, now_ns)
+            cached = self._first(choice, worker, entry)
         if choice.troubled:
             choice.progressed()
             if worker.exclusive is choice and not choice.blames:
@@ -115,11 +115,9 @@ class TokenPath:
         if entry.finish is not None:
             self._dispatcher.finish(choice, worker, now_ns)
 
-    def _first(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> int:
+    def _first(self, choice: Choice, worker: Worker, entry: TokenEntry) -> int:
         """Pin the numerics id; return the prompt tokens that were not computed."""
         choice.numerics_id = worker.numerics_id
-        if not choice.request.first_token_ns:
-            choice.request.first_token_ns = now_ns
         return max(0, min(entry.cached_tokens, len(choice.request.submission.token_ids)))
 
     def _check(self, choice: Choice, entry: TokenEntry) -> str:
