@@ -53,7 +53,7 @@ class LauncherExited:
 
 @dataclass(slots=True)
 class RequestSubmitted:
-    """A validated request; ``request`` is unique within the gateway's life."""
+    """A validated request; ``request`` is unique over all gateways and their lives."""
 
     request: int
     submission: Submission

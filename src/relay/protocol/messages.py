@@ -48,12 +48,15 @@ class Hello(Message, tag="hello"):
     max_model_len: int = 0
     max_num_seqs: int = 0
     authentication: bytes = b""  # empty until the security work fills it
+    orphans: list[tuple[bytes, int]] = []  # engine: as in ``Orphans``
 
 
 class Welcome(Message, tag="welcome"):
-    """Gateway's answer to an accepted hello."""
+    """Gateway's answer to an accepted hello. ``epoch`` grows with every life of ``gateway``: older ones have nothing to say."""
 
     protocol: int
+    gateway: str = ""
+    epoch: int = 0
 
 
 class Rejected(Message, tag="rejected"):
@@ -76,10 +79,15 @@ class Work(msgspec.Struct, omit_defaults=True):
     params: SamplingParams
     cache_salt: str = ""
     capture: bool = False  # report logits digests with tokens and KV digests at the finish (relay verify)
+    resume_key: bytes = b""  # names the request over gateways; empty: nobody can ask for it again
 
 
 class Run(Message, tag="run"):
-    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left)."""
+    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left).
+
+    If the worker holds an orphan of this resume key and choice, the orphan gets this name and owner, and its tokens from
+    ``work``'s position on are reported.
+    """
 
     work: Work
 
@@ -88,7 +96,7 @@ class Reserve(Message, tag="reserve"):
     """To D: make room for ``work``; KV will come from ``source``. Answer: Accept or Refuse."""
 
     work: Work
-    transfer: int  # unique within the gateway's life
+    transfer: int  # unique over all gateways and their lives
     source: str  # worker id of P
     source_incarnation: int
 
@@ -191,6 +199,12 @@ class Load(Message, tag="load"):
     counters: dict[str, float] = {}  # monotonic, for /metrics
 
 
+class Orphans(Message, tag="orphans"):
+    """All (resume key, choice) of sequences that have lost their gateway and can be taken over by a ``Run``; the whole list."""
+
+    keys: list[tuple[bytes, int]] = []
+
+
 class Drained(Message, tag="drained"):
     """Nothing is held any more; the process is about to exit 0."""
 
@@ -218,6 +232,6 @@ class EngineExited(Message, tag="engine_exited"):
 
 
 GatewayToEngine = Welcome | Rejected | Run | Reserve | Prefill | Cancel | Drain
-EngineToGateway = Hello | Accept | Refuse | Tokens | SequenceFailed | CacheChanged | Load | Drained
+EngineToGateway = Hello | Accept | Refuse | Tokens | SequenceFailed | CacheChanged | Load | Orphans | Drained
 AgentToGateway = Hello | Heartbeat | EngineExited
 GatewayToAgent = Welcome | Rejected | Drain

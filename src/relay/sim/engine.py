@@ -21,6 +21,7 @@ from relay.sim.swarm import Swarm
 from relay.transfer.contract import Identity, ReceiveCompleted
 from relay.worker.commands import (
     AbortTransfer,
+    CloseGateway,
     Command,
     Exit,
     ForgetUnsent,
@@ -32,7 +33,15 @@ from relay.worker.commands import (
     StartStep,
 )
 from relay.worker.core import WorkerCore
-from relay.worker.events import DrainRequested, Event, GatewayLost, OrderReceived, StepFinished, TimerFired
+from relay.worker.events import (
+    DrainRequested,
+    Event,
+    GatewayConnected,
+    GatewayLost,
+    OrderReceived,
+    StepFinished,
+    TimerFired,
+)
 from relay.worker.step_thread import StepThread
 
 LOOP_NS = 20_000  # from an event to the turn that handles it
@@ -138,7 +147,9 @@ class EngineProcess(Process):
         for message in messages:
             if isinstance(message, Rejected):
                 self.post(GatewayLost(0, f"refused: {message.reason}"))
-            elif not isinstance(message, Welcome):
+            elif isinstance(message, Welcome):
+                self.post(GatewayConnected(0, message.gateway, message.epoch))
+            else:
                 self.post(OrderReceived(0, message))  # type: ignore[arg-type] # the decoder's union
 
     def _gateway_lost(self, reason: str) -> None:
@@ -184,6 +195,8 @@ class EngineProcess(Process):
                 case SendToGateway(_, message):
                     if self._side is not None:
                         self._side.send(encode(message))
+                case CloseGateway():
+                    raise AssertionError("there is one gateway, with one life")
                 case StartStep():
                     self._queue.append(command)
                     self._begin_step()
