@@ -32,8 +32,9 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
+    "I4": "attempts agree on every position",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "an attempt runs on one worker, and P and D of it are one each",
+    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
     "I8": "every held block, sequence and transfer has a live owner",
     "I9": "blocks: free + used + cached = total",
@@ -93,6 +94,8 @@ class Checkers:
                 self._stale.append((choice, (len(choice.committed), choice.num_attempts)))
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
+        if self._world.gateway.core.state.alarm:
+            raise Violation("I4", self._world.gateway.core.state.alarm)
         for choice, (committed, attempt) in self._stale:
             if len(choice.committed) != committed:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
@@ -300,6 +303,8 @@ class Checkers:
         self._core_state()
         if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
             raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
+        if not world.num_faults and state.counters["hedges"]:
+            raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
         if state.requests or len(state.queue):
             raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
         if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):
