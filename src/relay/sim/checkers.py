@@ -42,6 +42,7 @@ STATEMENTS = {
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
     "I15": "the gateway's own stall is not others' death",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
+    "scenario": "what a directed scenario demands of its own",
     "core": "the cores' own invariants hold and no core raises",
 }
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
