@@ -56,7 +56,7 @@ class Router:
         if choice.troubled:
             self._state.release_exclusive(choice)  # a loss under it turned out to be no crash
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
-        if not any([worker.has_room for worker in decoders]):
+        if not any(worker.has_room for worker in decoders):
             return None
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}

@@ -141,11 +141,10 @@ class BlockPool:
         for block in self._free:
             assert states[block] is BlockState.FREE, "free list holds a block that is not free"
             assert not published[block], f"free block {block} is published"
-        assert all([published[block] for block in self._cached]), "a cached block is not published"
+        assert not [block for block in self._cached if not published[block]], "a cached block is not published"
         if counts[BlockState.QUARANTINED]:
             waiting = {block for _, block in self._quarantine}
-            assert all([b in waiting for b, s in enumerate(states) if s is BlockState.QUARANTINED]), (
-                "a quarantined block is lost"
-            )
+            lost = [b for b, s in enumerate(states) if s is BlockState.QUARANTINED and b not in waiting]
+            assert not lost, f"quarantined blocks {lost} are lost"
         used = counts[BlockState.USED] + counts[BlockState.QUARANTINED]
         assert self.num_free + self.num_cached + used == self.num_blocks, "free + used + cached is not the total"

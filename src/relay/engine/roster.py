@@ -102,7 +102,7 @@ class Roster:
         places = [*waiting, *running, *reserved.values()]
         held = [s for s in sequences.values() if s.state is SequenceState.HELD]
         assert len(places) + len(held) == len({*places, *held}) == len(sequences), "a sequence is lost or doubled"
-        assert all([sequences[s.key] is s for s in places]), "a queue holds an ended sequence"
+        assert not [s for s in places if sequences[s.key] is not s], "a queue holds an ended sequence"
         arrivals = []
         for s in waiting:
             assert s.state is SequenceState.WAITING, "a waiting sequence is not waiting"
@@ -113,7 +113,8 @@ class Roster:
             assert s.state is RUNNING, "a running sequence is not running"
             assert s.blocks, "a running sequence has no blocks"
             assert s.slot >= 0 or s.key in self.ready, "a running sequence has no slot"
-        assert all([s.state is SequenceState.RESERVED for s in reserved.values()]), "a reservation is not reserved"
+        unreserved = [s for s in reserved.values() if s.state is not SequenceState.RESERVED]
+        assert not unreserved, "a reservation is not reserved"
         assert self.num_seated <= self._num_seats, "more sequences than seats"
         self.slots.check([s.slot for s in sequences.values() if s.slot >= 0])
 
