@@ -48,7 +48,7 @@ OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody want
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-_Fingerprint = tuple[int, int]
+_Fingerprint = tuple[int, int, ChoiceState]
 
 
 def worker_patience_s(world: "World") -> float:
@@ -82,6 +82,8 @@ class Checkers:
             entries = [message]
         else:
             return
+        stale: dict[Choice, _Fingerprint] = {}
+        rightful: dict[Choice, None] = {}
         for entry in entries:
             choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
@@ -89,14 +91,18 @@ class Checkers:
             workers = (choice.prefill, choice.decode)
             if current is None or current not in workers or choice.attempt != entry.attempt:
                 self._world.kernel.sometimes("stale message")
-                self._stale.append((choice, (len(choice.committed), choice.attempt)))
+                stale[choice] = (len(choice.committed), choice.attempt, choice.state)
+            else:
+                rightful[choice] = None
+        self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        for choice, (committed, attempt) in self._stale:
+        for choice, (committed, attempt, state) in self._stale:
             if len(choice.committed) != committed:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            if choice.attempt == attempt and choice.state is ChoiceState.ENDED and not self._ended_by_others(choice):
-                raise Violation("I3", f"{choice} was ended by an attempt that is over")
+            waited = state is ChoiceState.WAITING  # then the queue may have let it go after this event
+            if (choice.attempt, choice.state) != (attempt, state) and not waited and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was {state.value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
@@ -272,11 +278,11 @@ class Checkers:
                     raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
 
     def _transfers(self, engine: EngineProcess) -> None:
-        """No transfer outlives its lease."""
+        """No transfer outlives its lease, whatever keeps its peer from being heard."""
         if engine.stopped:
             return
         now_ns = self._world.kernel.now_ns
-        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        awake_ns = now_ns - engine.awake_since_ns
         for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
             if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
                 raise Violation(

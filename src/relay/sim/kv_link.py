@@ -312,6 +312,10 @@ class SimTransport:
         sending = [transfer for link in self._links.values() for transfer in link.sendings]
         return sending + [transfer for transfer in self.receiving if self.table.get(transfer) is not None]
 
+    def targets(self) -> list[str]:
+        """Workers that this engine sends KV to now, for faults."""
+        return list(dict.fromkeys(target for (target, _), link in self._links.items() if link.sendings))
+
     def silences(self, now_ns: int) -> list[tuple[int, int, int]]:
         """(transfer, ns since its peer was heard, its lease) of open transfers, for checkers."""
         limits = self.limits
