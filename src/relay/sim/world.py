@@ -272,8 +272,8 @@ class World:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
     def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        if engine.core.held and engine.scheduler.load().counters["preemptions"]:
-            self.kernel.sometimes("preempted")
+        if engine.scheduler.num_preemptions:
+            self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
 
     def poisoned(self) -> None:
