@@ -14,6 +14,8 @@ BackendName = Literal["cpu", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "reference")
 DTYPES = ("auto", "float32")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
+TransportName = Literal["auto", "tcp", "shm"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -170,6 +172,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
+    transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
     record: Path | None = None  # folder for recordings of the cores, see record/
 
@@ -178,6 +181,7 @@ class WorkerConfig:
         _check(
             0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
         )
+        _check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
         _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         _check(
             self.kv_cache_dtype in KV_DTYPES,

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import click
 
-from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, ServeConfig, WorkerConfig, parse_bytes
+from relay.config import (
+    BACKENDS,
+    DTYPES,
+    KV_DTYPES,
+    LOG_LEVELS,
+    TRANSPORTS,
+    BackendName,
+    ServeConfig,
+    TransportName,
+    WorkerConfig,
+    parse_bytes,
+)
 
 
 @click.command()
@@ -36,6 +47,13 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
     default="auto",
     show_default=True,
     help="Numbers in the KV cache; auto: float32. bfloat16 halves it and gives other tokens.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How KV travels; auto: shared memory on one host, else TCP.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
@@ -69,6 +87,7 @@ def serve(
     block_size: int,
     dtype: str,
     kv_cache_dtype: str,
+    transport: TransportName,
     seed: int | None,
     offline: bool,
     cache_dir: Path | None,
@@ -94,6 +113,7 @@ def serve(
             threads=threads,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            transport=transport,
             kv_cache_memory_bytes=parse_bytes(kv_cache_memory),
             block_size=block_size,
             max_model_len=max_model_len,

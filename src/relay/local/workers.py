@@ -78,6 +78,7 @@ class LocalWorkers:
             growth_tokens=config.growth_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            transport=config.transport,
             perturb=self._perturb.get(worker.worker, ""),
             record=str(config.record.absolute()) if config.record else "",
         )

@@ -60,7 +60,8 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
 
     engine = assemble(spec)
     from relay.protocol.messages import GatewayToEngine, Hello
-    from relay.transfer.tcp import TcpTransport
+    from relay.transfer.transport import WiredTransport
+    from relay.transfer.wire import open_wires
     from relay.worker.control_link import ControlLink, LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.engine_shell import EngineShell
@@ -71,12 +72,11 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
-    transport = TcpTransport(
+    transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        spec.kv_host,
-        spec.kv_port,
+        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port),
         checksum=engine.checksum,
         clock=clock,
     )
