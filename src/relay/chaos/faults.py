@@ -1,0 +1,234 @@
+"""Carries out a plan: waits for each fault's turn and moment, strikes, and undoes what has to be undone."""
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from relay.chaos.kinds import KINDS, Kind
+from relay.chaos.pipe import Injury, Pipe
+from relay.chaos.plan import Fault
+from relay.chaos.proxy import Life, Proxy
+from relay.chaos.resume import Resumes
+from relay.chaos.watch import Seen
+
+MOMENT_PATIENCE_S = 3.0
+VICTIM_PATIENCE_S = 30.0
+POLL_S = 0.01
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "segfault": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    "slow": signal.SIGSTOP,
+}
+
+
+class Injector:
+    """``run`` works a plan off; ``done`` counts what was really done."""
+
+    def __init__(self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None]) -> None:
+        self._proxy = proxy
+        self._resumes = resumes
+        self._say = say
+        self._waiting: Callable[[Seen], None] | None = None
+        self._afterwards: set[asyncio.Task[None]] = set()
+        self.by_kind: Counter[str] = Counter()
+        self.signals: Counter[str] = Counter()
+        self.moments: Counter[tuple[str, str]] = Counter()  # (kind, moment of one choice it struck)
+        self.num_done = 0
+        self.problems: list[str] = []
+        self.progress = asyncio.Event()  # set after every fault
+
+    def seen(self, seen: Seen) -> None:
+        """The watch's: something happened to a choice. Strikes before the bytes that say so are passed on."""
+        if self._waiting is not None:
+            self._waiting(seen)
+
+    async def run(self, plan: list[Fault], turn: Callable[[int], Awaitable[None]]) -> None:
+        """``turn(i)`` is awaited before fault ``i``. Returns when every fault was done and undone."""
+        for index, fault in enumerate(plan):
+            await turn(index)
+            await asyncio.sleep(fault.wait_s)
+            await self._one(fault)
+            self.num_done += 1
+            self.progress.set()
+        while self._afterwards:
+            await asyncio.gather(*self._afterwards)
+
+    async def _one(self, fault: Fault) -> None:
+        kind = KINDS[fault.kind]
+        if kind.target == "kv":
+            await self._on_kv(fault, kind)
+            return
+        if fault.moment and await self._at_moment(fault, kind):
+            return
+        life = await self._victim(fault)
+        if life is None:
+            self.problems.append(f"{fault.kind}: no {fault.role} worker was ready within {VICTIM_PATIENCE_S:.0f} s")
+            return
+        await self._strike(fault, kind, life)
+
+    async def _at_moment(self, fault: Fault, kind: Kind) -> bool:
+        """Wait for a choice at the fault's moment and strike there and then; False when none came."""
+        struck: asyncio.Future[asyncio.Future[None] | None] = asyncio.get_running_loop().create_future()
+
+        def look(seen: Seen) -> None:
+            if seen.placement.moment != fault.moment or struck.done():
+                return
+            for name in [seen.worker, *sorted(seen.placement.holders)]:
+                life = self._proxy.lives.get(name)
+                if life is not None and life.ready and not life.hurt and life.role in (fault.role, "both"):
+                    struck.set_result(self._strike_now(fault, kind, life))
+                    return
+
+        self._waiting = look
+        try:
+            async with asyncio.timeout(MOMENT_PATIENCE_S):
+                pending = await struck
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting = None
+        if pending is not None:
+            await pending
+        return True
+
+    async def _victim(self, fault: Fault) -> Life | None:
+        """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
+        deadline = time.monotonic() + VICTIM_PATIENCE_S
+        while time.monotonic() < deadline:
+            ready = [
+                life for life in self._proxy.lives.values() if life.role == fault.role and life.ready and not life.hurt
+            ]
+            busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
+            if ready:
+                candidates = busy or ready
+                return candidates[fault.aim % len(candidates)]
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def _strike(self, fault: Fault, kind: Kind, life: Life) -> None:
+        pending = self._strike_now(fault, kind, life)
+        if pending is not None:
+            await pending
+
+    def _strike_now(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
+        """Do it. What is returned must be awaited: a fault that waits for bytes to spoil."""
+        lives = [life]
+        if kind.target == "role":
+            lives = [one for one in self._proxy.lives.values() if one.role == life.role and one.ready]
+        if kind.target == "control":
+            return self._on_control(fault, kind, life)
+        for one in lives:
+            self._record(fault.kind, one)
+            self._send_signals(fault, kind, one)
+        self.by_kind[fault.kind] += 1
+        return None
+
+    def _send_signals(self, fault: Fault, kind: Kind, life: Life) -> None:
+        number = _SIGNALS[kind.deed]
+        processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
+        life.hurt = True
+        life.draining = life.draining or kind.deed == "terminate"
+        for process in processes:
+            self.signals[number.name] += life.signal(process, number)
+        if kind.deed == "stop":
+            self._later(self._continue(life, processes, fault.hold_s))
+        elif kind.deed == "slow":
+            self._later(self._slow(life, fault.hold_s))
+
+    def _on_control(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
+        process = ("engine", "agent")[fault.aim & 1]
+        connection = life.connections[process]
+        pipe = connection.up if fault.aim & 6 else connection.down  # three times of four from the worker
+        life.hurt = True
+        injury = Injury(kind.deed, 0, fault.hold_s, fault.aim >> 8)  # type: ignore[arg-type] # a wire kind's deeds are harms
+        self.by_kind[fault.kind] += 1
+        if kind.deed in ("truncate", "corrupt"):  # needs bytes to spoil; an idle connection's next ones
+            struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def done() -> None:
+                self._record(fault.kind, life)
+                if not struck.done():
+                    struck.set_result(None)
+
+            pipe.arm(Injury(injury.harm, (fault.aim >> 12) % 40, 0.0, injury.bit), done)
+            return asyncio.ensure_future(_at_most(struck, MOMENT_PATIENCE_S))
+        self._record(fault.kind, life)
+        if kind.deed == "delay":
+            self._later(self._forgive(life, fault.hold_s))
+        pipe.hurt(injury)
+        return None
+
+    async def _on_kv(self, fault: Fault, kind: Kind) -> None:
+        """At the ``nth`` KV frame from now on, or the last that comes."""
+        struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = fault.nth
+
+        def look(transfer: int, pipe: Pipe, target: str) -> Injury | None:
+            nonlocal left
+            left -= 1
+            life = self._proxy.lives.get(target)
+            if left > 0 or struck.done() or life is None:
+                return None
+            self._record(fault.kind, life, only_transfer=transfer)
+            struck.set_result(None)
+            return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
+
+        self._proxy.kv_injury = look
+        try:
+            async with asyncio.timeout(VICTIM_PATIENCE_S):
+                await struck
+            self.by_kind[fault.kind] += 1
+        except TimeoutError:
+            self.problems.append(f"{fault.kind}: no KV frame passed within {VICTIM_PATIENCE_S:.0f} s")
+        finally:
+            self._proxy.kv_injury = lambda transfer, pipe, target: None
+
+    def _record(self, kind: str, life: Life, only_transfer: int = 0) -> None:
+        """Note what every choice it strikes is doing."""
+        now_s = time.monotonic()
+        struck = self._proxy.watch.held_by(life.worker)
+        if only_transfer:
+            struck = [placement for placement in struck if placement.transfer == only_transfer]
+        for placement in struck:
+            moment = "draining" if life.draining else placement.moment
+            self.moments[(kind, moment)] += 1
+            self._resumes.harmed(kind, moment, placement, now_s)
+        if not struck:
+            self.moments[(kind, "idle")] += 1
+        life.struck = life.struck or (kind, now_s)
+        self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
+
+    async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
+        await asyncio.sleep(hold_s)
+        for process in processes:
+            self.signals["SIGCONT"] += life.signal(process, signal.SIGCONT)
+        life.hurt = False
+
+    async def _slow(self, life: Life, hold_s: float) -> None:
+        """Stopped two thirds of the time."""
+        deadline = time.monotonic() + hold_s
+        while time.monotonic() < deadline and life.signal("engine", signal.SIGSTOP):
+            await asyncio.sleep(SLOW_STOPPED_S)
+            life.signal("engine", signal.SIGCONT)
+            await asyncio.sleep(SLOW_RUNNING_S)
+        life.signal("engine", signal.SIGCONT)
+        life.hurt = False
+
+    async def _forgive(self, life: Life, hold_s: float) -> None:
+        await asyncio.sleep(hold_s)
+        life.hurt = False
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        running = asyncio.ensure_future(work)
+        self._afterwards.add(running)
+        running.add_done_callback(self._afterwards.discard)
+
+
+async def _at_most(future: "asyncio.Future[None]", seconds: float) -> None:
+    await asyncio.wait({future}, timeout=seconds)
