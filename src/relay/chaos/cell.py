@@ -8,6 +8,7 @@ from collections.abc import Callable
 from relay.chaos import leaks
 from relay.chaos.client import Outcome, ask
 from relay.chaos.faults import Injector
+from relay.chaos.kinds import KINDS
 from relay.chaos.plan import draw_plan
 from relay.chaos.proxy import Life, Proxy
 from relay.chaos.requests import ChatOrCompletion
@@ -46,7 +47,7 @@ class Cell:
         self._worker_port = worker_port
         self._injector = Injector(self._proxy, self._resumes, say)
         self._watch.on_seen = self._injector.seen
-        self._started = 0
+        self._started = self._running_now = self._ended = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
@@ -123,9 +124,11 @@ class Cell:
         async with gate:
             per_request = self._settings.faults / len(self._requests)
             due = int((index - self._settings.concurrency) * per_request)
-            while self._injector.num_done < due:
+            few = max(2, self._settings.concurrency // 2)
+            while self._injector.num_done < due and not (self._injector.hungry and self._running_now < few):
                 await self._next_move()
             self._started += 1
+            self._running_now += 1
             self._moved.set()
             request = self._requests[index]
 
@@ -133,6 +136,10 @@ class Cell:
                 self._resumes.arrived(request.seed, choice, count, now_s)
 
             outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s, arrived)
+            self._running_now -= 1
+            self._ended += 1
+            self._injector.exhausted = self._ended == len(self._requests)
+            self._moved.set()
             self._watch.ended(request.seed)
             self._resumes.ended(request.seed)
             return outcome
@@ -202,7 +209,7 @@ class Cell:
         self._result.problems += [f"leak: {line}" for line in lines]
 
     def _life_ended(self, life: Life) -> None:
-        if life.struck is not None:
+        if life.struck is not None and KINDS[life.struck[0]].fatal:
             kind, at_s = life.struck
             self._result.detect_ms.setdefault(kind, []).append(round((life.given_up_s - at_s) * 1e3, 2))
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from relay.chaos.kinds import KINDS, Kind
@@ -15,8 +16,10 @@ from relay.chaos.resume import Resumes
 from relay.chaos.watch import Seen
 
 MOMENT_PATIENCE_S = 3.0
-VICTIM_PATIENCE_S = 30.0
+BUSY_PATIENCE_S = 2.0
+VICTIM_PATIENCE_S = 60.0
 POLL_S = 0.01
+INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -41,7 +44,9 @@ class Injector:
         self.moments: Counter[tuple[str, str]] = Counter()  # (kind, moment of one choice it struck)
         self.num_done = 0
         self.problems: list[str] = []
-        self.progress = asyncio.Event()  # set after every fault
+        self.progress = asyncio.Event()  # set after every fault, and when requests are needed for the next
+        self.hungry = False  # waits for requests to do something
+        self.exhausted = False  # no request is left: what waits for one may stop waiting
 
     def seen(self, seen: Seen) -> None:
         """The watch's: something happened to a choice. Strikes before the bytes that say so are passed on."""
@@ -62,15 +67,31 @@ class Injector:
     async def _one(self, fault: Fault) -> None:
         kind = KINDS[fault.kind]
         if kind.target == "kv":
-            await self._on_kv(fault, kind)
-            return
-        if fault.moment and await self._at_moment(fault, kind):
+            if await self._on_kv(fault, kind):
+                return
+            fault, kind = (
+                replace(fault, kind=INSTEAD),
+                KINDS[INSTEAD],
+            )  # no request is left that would use a KV connection
+        elif fault.moment and await self._at_moment(fault, kind):
             return
         life = await self._victim(fault)
         if life is None:
             self.problems.append(f"{fault.kind}: no {fault.role} worker was ready within {VICTIM_PATIENCE_S:.0f} s")
             return
-        await self._strike(fault, kind, life)
+        pending = self._strike_now(fault, kind, life)
+        if pending is not None:
+            await pending
+
+    async def _until(self, happened: "asyncio.Future[Any]", patience_s: float) -> bool:
+        """Wait while requests run; False when ``patience_s`` is over, or no request is left."""
+        self.hungry = True
+        self.progress.set()
+        deadline = time.monotonic() + patience_s
+        while not happened.done() and not self.exhausted and time.monotonic() < deadline:
+            await asyncio.wait({happened}, timeout=0.05)
+        self.hungry = False
+        return happened.done()
 
     async def _at_moment(self, fault: Fault, kind: Kind) -> bool:
         """Wait for a choice at the fault's moment and strike there and then; False when none came."""
@@ -86,35 +107,34 @@ class Injector:
                     return
 
         self._waiting = look
-        try:
-            async with asyncio.timeout(MOMENT_PATIENCE_S):
-                pending = await struck
-        except TimeoutError:
-            return False
-        finally:
-            self._waiting = None
-        if pending is not None:
+        came = await self._until(struck, MOMENT_PATIENCE_S)
+        self._waiting = None
+        if came and (pending := struck.result()) is not None:
             await pending
-        return True
+        return came
 
     async def _victim(self, fault: Fault) -> Life | None:
         """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
-        deadline = time.monotonic() + VICTIM_PATIENCE_S
-        while time.monotonic() < deadline:
-            ready = [
-                life for life in self._proxy.lives.values() if life.role == fault.role and life.ready and not life.hurt
-            ]
-            busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
-            if ready:
-                candidates = busy or ready
-                return candidates[fault.aim % len(candidates)]
-            await asyncio.sleep(POLL_S)
+        began_s = time.monotonic()
+        try:
+            while (waited_s := time.monotonic() - began_s) < VICTIM_PATIENCE_S:
+                ready = [
+                    life
+                    for life in self._proxy.lives.values()
+                    if life.role == fault.role and life.ready and not life.hurt
+                ]
+                busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
+                settle = fault.idle or self.exhausted or waited_s > BUSY_PATIENCE_S
+                if busy or (ready and settle):
+                    candidates = busy or ready
+                    return candidates[fault.aim % len(candidates)]
+                if not self.hungry and not settle:
+                    self.hungry = True
+                    self.progress.set()
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.hungry = False
         return None
-
-    async def _strike(self, fault: Fault, kind: Kind, life: Life) -> None:
-        pending = self._strike_now(fault, kind, life)
-        if pending is not None:
-            await pending
 
     def _strike_now(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
         """Do it. What is returned must be awaited: a fault that waits for bytes to spoil."""
@@ -164,8 +184,8 @@ class Injector:
         pipe.hurt(injury)
         return None
 
-    async def _on_kv(self, fault: Fault, kind: Kind) -> None:
-        """At the ``nth`` KV frame from now on, or the last that comes."""
+    async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
+        """At the ``nth`` KV frame from now on; False when none is to come."""
         struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = fault.nth
 
@@ -180,14 +200,10 @@ class Injector:
             return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
 
         self._proxy.kv_injury = look
-        try:
-            async with asyncio.timeout(VICTIM_PATIENCE_S):
-                await struck
-            self.by_kind[fault.kind] += 1
-        except TimeoutError:
-            self.problems.append(f"{fault.kind}: no KV frame passed within {VICTIM_PATIENCE_S:.0f} s")
-        finally:
-            self._proxy.kv_injury = lambda transfer, pipe, target: None
+        came = await self._until(struck, VICTIM_PATIENCE_S)
+        self._proxy.kv_injury = lambda transfer, pipe, target: None
+        self.by_kind[fault.kind] += came
+        return came
 
     def _record(self, kind: str, life: Life, only_transfer: int = 0) -> None:
         """Note what every choice it strikes is doing."""
@@ -201,7 +217,7 @@ class Injector:
             self._resumes.harmed(kind, moment, placement, now_s)
         if not struck:
             self.moments[(kind, "idle")] += 1
-        life.struck = life.struck or (kind, now_s)
+        life.struck = (kind, now_s)
         self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
 
     async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:

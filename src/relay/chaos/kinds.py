@@ -21,6 +21,11 @@ class Kind:
     def on_wire(self) -> bool:
         return self.target in ("control", "kv")
 
+    @property
+    def fatal(self) -> bool:
+        """It ends a worker that is not saved by luck, so there is a time after which the gateway knows."""
+        return self.deed in ("kill", "segfault", "stop")
+
 
 KINDS: dict[str, Kind] = {
     "kill_engine": Kind("kill", "engine", 10),

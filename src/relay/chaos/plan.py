@@ -11,6 +11,7 @@ from relay.errors import UsageError
 AIMED = ("reserved", "accepted", "prefill", "streaming", "handed_off", "decoding", "last_token")
 PREFILL_MOMENTS = ("accepted", "prefill", "streaming", "handed_off")
 AIMED_SHARE = 0.5
+IDLE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Fault:
     role: str  # of the victim; for a KV connection that of its target D
     moment: str
     nth: int
+    idle: bool  # without a moment: strike whoever comes first, not a worker that has work
     wait_s: float  # after its turn has come
     hold_s: float  # how long a stop, slowness, delay or one-way silence lasts
     aim: int  # decides among victims and processes, and the bit that is flipped
@@ -69,6 +71,7 @@ def _draw(dice: random.Random, name: str, shape: Shape) -> Fault:
         role=role,
         moment=moment,
         nth=dice.choice((1, 2, 7, 30, 31, 60)),
+        idle=dice.random() < IDLE_SHARE,
         wait_s=dice.uniform(0.0, 0.4),
         hold_s=hold_s,
         aim=dice.getrandbits(32),

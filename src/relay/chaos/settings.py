@@ -19,7 +19,7 @@ class ChaosSettings:
     kinds: tuple[str, ...] = ()
     model: str = "smollm2"
     serve: tuple[str, ...] = ()
-    concurrency: int = 12
+    concurrency: int = 6
     longest_words: int = LONGEST_WORDS
     request_timeout_s: float = 180.0
     trace: Path | None = None

@@ -24,7 +24,7 @@ from relay.errors import UsageError
 @click.option("--seeds", "num_seeds", type=click.IntRange(1, 1000), help="That many seeds from 1 on instead.")
 @click.option("--shape", "shapes", multiple=True, help="2P+3D, or 3 for colocated workers; several.  [default: 1P+2D]")
 @click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
-@click.option("--concurrency", type=int, default=12, show_default=True, help="Requests at once.")
+@click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="Of the workers.")
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
