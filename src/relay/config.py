@@ -4,6 +4,7 @@
 constants of the modules they bound. Times are seconds here and become integer nanoseconds where pure code uses them.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -219,11 +220,18 @@ class ServeConfig:
     cache_dir: Path | None = None
     log_level: str = "info"
     grace_s: float = 30.0
+    worker_port: int = 0  # of the listener that workers dial
+    worker_address: str | None = None  # what they dial instead, where something stands in between
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        _check(0 <= self.worker_port <= 65535, f"--worker-port must be between 0 and 65535, not {self.worker_port}")
+        _check(
+            self.worker_address is None or re.fullmatch(r"tcp://\S+:\d{1,5}", self.worker_address) is not None,
+            f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
+        )
         _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
         _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")

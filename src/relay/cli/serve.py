@@ -63,6 +63,8 @@ from relay.config import (
 @click.option(
     "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
 )
+@click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
+@click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, file_okay=False),
@@ -93,6 +95,8 @@ def serve(
     cache_dir: Path | None,
     grace: float,
     record: Path | None,
+    worker_port: int,
+    worker_address: str | None,
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
@@ -108,6 +112,8 @@ def serve(
         cache_dir=cache_dir,
         log_level=log_level,
         grace_s=grace,
+        worker_port=worker_port,
+        worker_address=worker_address,
         worker=WorkerConfig(
             backend=backend,
             threads=threads,
