@@ -202,7 +202,7 @@ class Heartbeat(Message, tag="heartbeat"):
     """From the agent, every 100–250 ms. ``step`` moves while the engine computes; ``phase`` is what it declares."""
 
     step: int
-    phase: Literal["starting", "loading", "ready", "stepping", "draining"]
+    phase: Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
     phase_age_ms: int
     engine_state: str  # kernel process state letter
 

@@ -51,6 +51,7 @@ OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody want
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
+
 class _Fingerprint(NamedTuple):
     """What of a choice only its own attempts may move."""
 

@@ -9,8 +9,8 @@ import os
 import struct
 from typing import Literal
 
-Phase = Literal["starting", "loading", "ready", "stepping", "draining"]
-PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining")
+Phase = Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
+PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining", "compiling")
 PAGE_BYTES = 4096
 _STEP, _PHASE, _SINCE, _DRAINING = 0, 8, 16, 24
 _STUCK_MS = 1000  # a step older than this is reported as such even while draining
