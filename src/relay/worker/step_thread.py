@@ -61,7 +61,7 @@ class StepThread:
         page, clock = self._page, self._clock
         while True:
             step = self._steps.get()
-            page.set_phase("stepping", clock.now_ns())
+            page.begin_step(step.manifest, clock.now_ns())
             result = self.execute(step)
             page.finish_step()
             if self._steps.empty():
