@@ -56,6 +56,7 @@ PURE = [
     "worker/held.py",
     "worker/report.py",
     "worker/table.py",
+    "control/attempts.py",
     "control/contract.py",
     "control/core.py",
     "control/detector.py",

@@ -4,7 +4,7 @@ from relay.config import SECOND
 from relay.control.membership import Membership
 from relay.control.placement import Dispatcher
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, WorkerState
 
 
 class Detector:
@@ -36,7 +36,8 @@ class Detector:
                     worker.frozen_since_ns += late_ns
             for request in self._state.requests.values():
                 for choice in request.choices:
-                    choice.changed_ns += late_ns
+                    for attempt in choice.attempts:
+                        attempt.changed_ns += late_ns
 
     def _silence(self, now_ns: int) -> None:
         detector = self._state.config.detector
@@ -64,14 +65,15 @@ class Detector:
         answer_ns = detector.answer_deadline_s * SECOND
         handoff_ns = detector.handoff_deadline_s * SECOND
         late = [
-            choice
+            attempt
             for request in self._state.requests.values()
             for choice in request.choices
-            if (choice.state is ChoiceState.RESERVING and now_ns - choice.changed_ns >= answer_ns)
-            or (choice.state is ChoiceState.HANDOFF and now_ns - choice.changed_ns >= handoff_ns)
+            for attempt in choice.attempts
+            if (attempt.state is AttemptState.RESERVING and now_ns - attempt.changed_ns >= answer_ns)
+            or (attempt.state is AttemptState.HANDOFF and now_ns - attempt.changed_ns >= handoff_ns)
         ]
-        for choice in late:
-            if choice.state in (ChoiceState.RESERVING, ChoiceState.HANDOFF):
-                if choice.state is ChoiceState.HANDOFF:
-                    choice.transfer_failures += 1
-                self._dispatcher.reopen(choice, now_ns, f"no answer in state {choice.state.value}")
+        for attempt in late:
+            if attempt.state in (AttemptState.RESERVING, AttemptState.HANDOFF):
+                if attempt.state is AttemptState.HANDOFF:
+                    attempt.choice.transfer_failures += 1
+                self._dispatcher.reopen(attempt, now_ns, f"no answer in state {attempt.state.value}")

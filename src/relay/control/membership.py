@@ -188,14 +188,14 @@ class Membership:
         worker.suspect = False
         worker.exclusive = None
         worker.forget_cache()
-        worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
+        worker.victims = [(attempt.choice, len(attempt.choice.committed)) for attempt in worker.live]
         worker.explained = fence
         if not fence:
-            for choice in worker.live:
-                choice.unexplained += 1
-        for choice in list(worker.live):
-            if choice in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
+            for attempt in worker.live:
+                attempt.choice.unexplained += 1
+        for attempt in list(worker.live):
+            if attempt in worker.live:  # failing one request may have ended others of its choices
+                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)

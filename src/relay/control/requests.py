@@ -4,58 +4,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from relay.control.attempts import Attempt
 from relay.control.contract import Submission
 from relay.control.transitions import CHOICE_TRANSITIONS, ChoiceState, Trigger
 from relay.protocol.block_hash import UNIT_TOKENS, root_hash, unit_hashes
-from relay.protocol.messages import TokenEntry, Work
 
 if TYPE_CHECKING:
     from relay.control.workers import Worker
 
-MAX_AHEAD_TOKENS = 256
+MAX_ATTEMPTS = 2  # live at once: one, and its hedge
 
 
 class Choice:
-    """One choice of one request: its committed tokens and the one live attempt.
+    """One choice of one request: its committed tokens and its live attempts.
 
-    ``attempt`` numbers placements from 1 and is 0 before the first. ``prefill`` is P while it still matters, ``decode`` the worker
-    that holds (or will hold) the sequence; both are None exactly in WAITING and ENDED.
+    ``attempts`` are the live ones, oldest first: one or two exactly in PLACED. ``num_attempts`` counts all that there ever were
+    and is the number of the newest, so numbers only grow over the life of the choice.
     """
 
     __slots__ = (
-        "ahead",
-        "attempt",
+        "attempts",
         "blame_mark",
         "blames",
-        "changed_ns",
         "committed",
-        "decode",
         "failures",
         "full_since_ns",
         "index",
         "losses",
         "not_before_ns",
+        "num_attempts",
         "numerics_id",
-        "prefill",
         "request",
         "state",
-        "transfer",
         "transfer_failures",
         "troubled",
         "unexplained",
     )
 
-    def __init__(self, request: Request, index: int, now_ns: int) -> None:
+    def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
         self.state = ChoiceState.WAITING
-        self.attempt = 0
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.transfer = 0
+        self.attempts: list[Attempt] = []
+        self.num_attempts = 0
         self.committed: list[int] = []
-        self.ahead: list[TokenEntry] = []  # of D, while P's first token is still on its way here
-        self.changed_ns = now_ns  # of the last state change
         self.numerics_id: str | None = None  # pinned by the first committed token
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
@@ -68,32 +60,32 @@ class Choice:
         self.full_since_ns = 0
         self.not_before_ns = 0
 
-    def move(self, trigger: Trigger, now_ns: int) -> None:
+    def move(self, trigger: Trigger) -> None:
         """Take one transition of the table. An illegal one is a bug of the caller, not of a peer."""
         target = CHOICE_TRANSITIONS.get((self.state, trigger))
         if target is None:
             raise AssertionError(f"choice {self.request.id}.{self.index}: {trigger.name} in {self.state.name}")
         self.state = target
-        self.changed_ns = now_ns
+
+    def begin(self, decode: Worker, prefill: Worker | None, transfer: int, now_ns: int) -> Attempt:
+        """A new live attempt from prompt and committed tokens."""
+        assert len(self.attempts) < MAX_ATTEMPTS
+        self.num_attempts += 1
+        attempt = Attempt(self, self.num_attempts, decode, prefill, transfer, now_ns)
+        self.attempts.append(attempt)
+        return attempt
+
+    def find(self, number: int) -> Attempt | None:
+        """The live attempt of that number."""
+        for attempt in self.attempts:
+            if attempt.number == number:
+                return attempt
+        return None
 
     @property
     def num_tokens(self) -> int:
         """Tokens a new attempt starts from: prompt and committed ones."""
         return len(self.request.submission.token_ids) + len(self.committed)
-
-    def work(self) -> Work:
-        """The message body of the current attempt."""
-        submission = self.request.submission
-        return Work(
-            request=self.request.id,
-            choice=self.index,
-            attempt=self.attempt,
-            token_ids=submission.token_ids + self.committed,
-            num_prompt=len(submission.token_ids),
-            params=submission.params,
-            cache_salt=submission.cache_salt,
-            capture=submission.capture,
-        )
 
     def hashes(self, numerics_id: str) -> list[bytes]:
         """Unit hashes of prompt and committed tokens under one numerics id."""
@@ -113,7 +105,7 @@ class Choice:
         self.troubled = self.blames > 0
 
     def __repr__(self) -> str:
-        return f"<choice {self.request.id}.{self.index} attempt {self.attempt} {self.state.value}>"
+        return f"<choice {self.request.id}.{self.index} attempt {self.num_attempts} {self.state.value}>"
 
 
 class Request:
@@ -125,7 +117,7 @@ class Request:
         self.id = request
         self.submission = submission
         self.submitted_ns = now_ns
-        self.choices = [Choice(self, index, now_ns) for index in range(submission.n)]
+        self.choices = [Choice(self, index) for index in range(submission.n)]
         self.open_choices = submission.n
         self._hashes: dict[str, list[bytes]] = {}
 

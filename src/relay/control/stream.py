@@ -1,11 +1,12 @@
-"""Tokens from engines to clients: only the next position of the current attempt counts, so each is delivered exactly once."""
+"""Tokens from engines to clients: only the next position of a live attempt counts, so each is delivered exactly once."""
 
+from relay.control.attempts import MAX_AHEAD_TOKENS, Attempt
 from relay.control.commands import Deliver
 from relay.control.contract import Delivery, RequestFailure
 from relay.control.placement import Dispatcher
-from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.requests import Choice
 from relay.control.state import ClusterState
-from relay.control.transitions import ChoiceState, Trigger
+from relay.control.transitions import AttemptState, AttemptTrigger
 from relay.control.workers import Worker
 from relay.protocol.messages import SequenceFailed, TokenEntry, Tokens
 
@@ -20,7 +21,7 @@ class TokenPath:
     def tokens(self, worker: Worker, message: Tokens, now_ns: int) -> None:
         requests = self._state.requests
         worker.progress_ns = now_ns
-        running = ChoiceState.RUNNING
+        running = AttemptState.RUNNING
         for entry in message.entries:
             request = requests.get(entry.request)
             if request is None:
@@ -28,66 +29,70 @@ class TokenPath:
             choices = request.choices
             if not 0 <= entry.choice < len(choices):
                 continue
-            choice = choices[entry.choice]
-            if choice.attempt != entry.attempt:
+            number = entry.attempt
+            for attempt in choices[entry.choice].attempts:
+                if attempt.number == number:
+                    break
+            else:
                 continue
-            if worker is choice.decode:
-                if choice.state is running:
-                    self._commit(choice, worker, entry, now_ns)
+            if worker is attempt.decode:
+                if attempt.state is running:
+                    self._commit(attempt, worker, entry, now_ns)
                 else:
-                    self._from_decode(choice, worker, entry, now_ns)
-            elif worker is choice.prefill:
-                self._from_prefill(choice, worker, entry, now_ns)
+                    self._from_decode(attempt, worker, entry, now_ns)
+            elif worker is attempt.prefill:
+                self._from_prefill(attempt, worker, entry, now_ns)
 
-    def _from_prefill(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
+    def _from_prefill(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
         """P's first token, then what D said earlier than P."""
-        if choice.state is not ChoiceState.PREFILLING:
+        if attempt.state is not AttemptState.PREFILLING:
             return
-        choice.move(Trigger.PREFILL_TOKENS, now_ns)
-        self._commit(choice, worker, entry, now_ns)
-        ahead = choice.ahead
-        choice.ahead = []
+        attempt.move(AttemptTrigger.PREFILL_TOKENS, now_ns)
+        self._commit(attempt, worker, entry, now_ns)
+        ahead = attempt.ahead
+        attempt.ahead = []
         for early in ahead:
-            if choice.attempt != early.attempt or choice.decode is None:
+            if attempt not in attempt.choice.attempts:
                 break
-            self._from_decode(choice, choice.decode, early, now_ns)
+            self._from_decode(attempt, attempt.decode, early, now_ns)
 
-    def _from_decode(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
+    def _from_decode(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
         """D speaks: the handoff is complete, unless P's token has not reached us yet (another connection)."""
-        if choice.state is ChoiceState.RUNNING:
-            self._commit(choice, worker, entry, now_ns)
+        if attempt.state is AttemptState.RUNNING:
+            self._commit(attempt, worker, entry, now_ns)
             return
-        if choice.state is ChoiceState.RESERVING:
-            self._dispatcher.reopen(choice, now_ns, f"{worker.id} sent tokens before it accepted")
+        if attempt.state is AttemptState.RESERVING:
+            self._dispatcher.reopen(attempt, now_ns, f"{worker.id} sent tokens before it accepted")
             return
-        if entry.position > len(choice.committed) and choice.state is ChoiceState.PREFILLING:
-            choice.ahead.append(entry)
-            if sum(len(early.token_ids) for early in choice.ahead) > MAX_AHEAD_TOKENS:
-                self._dispatcher.reopen(choice, now_ns, "the first token never came")
+        if entry.position > len(attempt.choice.committed) and attempt.state is AttemptState.PREFILLING:
+            attempt.ahead.append(entry)
+            if sum(len(early.token_ids) for early in attempt.ahead) > MAX_AHEAD_TOKENS:
+                self._dispatcher.reopen(attempt, now_ns, "the first token never came")
             return
-        choice.move(Trigger.DECODE_TOKENS, now_ns)
-        if choice.prefill is not None:
-            choice.prefill.unbook(choice)
-            choice.prefill = None
+        attempt.move(AttemptTrigger.DECODE_TOKENS, now_ns)
+        if attempt.prefill is not None:
+            attempt.prefill.unbook(attempt)
+            attempt.prefill = None
             self._state.changed = True
-        self._commit(choice, worker, entry, now_ns)
+        self._commit(attempt, worker, entry, now_ns)
 
-    def _commit(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
+    def _commit(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
+        choice = attempt.choice
         committed = choice.committed
         position = len(committed)
         if entry.position != position:
-            trimmed = self._trim(choice, worker, entry, now_ns)
+            trimmed = self._trim(attempt, worker, entry, now_ns)
             if trimmed is None:
                 return
             entry = trimmed
         token_ids = entry.token_ids
         problem = self._check(choice, entry)
         if problem:
-            self._dispatcher.reopen(choice, now_ns, f"{worker.id}: {problem}")
+            self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {problem}")
             return
         committed += token_ids
-        if worker.live.get(choice):
-            worker.prefilled(choice)
+        if worker.live.get(attempt):
+            worker.prefilled(attempt)
         cached = 0
         if position == 0:
             cached = self._first(choice, worker, entry)
@@ -113,7 +118,7 @@ class TokenPath:
         )
         self._state.counters["tokens"] += len(token_ids)
         if entry.finish is not None:
-            self._dispatcher.finish(choice, worker, now_ns)
+            self._dispatcher.finish(attempt, worker, now_ns)
 
     def _first(self, choice: Choice, worker: Worker, entry: TokenEntry) -> int:
         """Pin the numerics id; return the prompt tokens that were not computed."""
@@ -130,16 +135,17 @@ class TokenPath:
             return "a token outside the vocabulary"
         return ""
 
-    def _trim(self, choice: Choice, worker: Worker, entry: TokenEntry, now_ns: int) -> TokenEntry | None:
+    def _trim(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> TokenEntry | None:
         """The part of ``entry`` that is new, or None. What is known already must be equal: anything else is an alarm."""
+        choice = attempt.choice
         position = len(choice.committed)
         if entry.position > position or entry.position < 0:
-            self._dispatcher.reopen(choice, now_ns, f"{worker.id}: position {entry.position} after {position}")
+            self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: position {entry.position} after {position}")
             return None
         known = position - entry.position
         if choice.committed[entry.position : entry.position + len(entry.token_ids)] != entry.token_ids[:known]:
             self._state.counters["token_disagreements"] += 1
-            self._dispatcher.reopen(choice, now_ns, f"{worker.id} disagrees with tokens already delivered")
+            self._dispatcher.reopen(attempt, now_ns, f"{worker.id} disagrees with tokens already delivered")
             return None
         if len(entry.token_ids) <= known and entry.finish is None:
             return None
@@ -161,13 +167,13 @@ class TokenPath:
         request = self._state.requests.get(message.request)
         if request is None or not 0 <= message.choice < len(request.choices):
             return
-        choice = request.choices[message.choice]
-        if choice.attempt != message.attempt or worker not in (choice.decode, choice.prefill):
+        attempt = request.choices[message.choice].find(message.attempt)
+        if attempt is None or not attempt.on(worker):
             return
         if message.retry:
-            if choice.prefill is not None:
-                choice.transfer_failures += 1
-            self._dispatcher.reopen(choice, now_ns, f"{worker.id}: {message.reason}")
+            if attempt.prefill is not None:
+                attempt.choice.transfer_failures += 1
+            self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {message.reason}")
             return
         text = f"the engine could not compute this request: {message.reason}"
         self._dispatcher.fail(request, RequestFailure(500, "engine_error", text), now_ns)

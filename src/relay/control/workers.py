@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from relay.config import MILLISECOND
 from relay.control.events import LauncherExited
-from relay.control.transitions import WORKER_TRANSITIONS, ChoiceState, WorkerState, WorkerTrigger
+from relay.control.transitions import WORKER_TRANSITIONS, AttemptState, WorkerState, WorkerTrigger
 from relay.ids import WorkerKey
 from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello, Load, Role
 
 if TYPE_CHECKING:
+    from relay.control.attempts import Attempt
     from relay.control.requests import Choice
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
@@ -21,7 +22,7 @@ MAX_CACHED_UNITS = 1 << 20
 class Worker:
     """One slot of the cluster over all its incarnations.
 
-    ``live`` maps every choice placed here (as P or D) to the prefill tokens booked for it; ``backlog_tokens`` is their sum.
+    ``live`` maps every attempt placed here (as P or D) to the prefill tokens booked for it; ``backlog_tokens`` is their sum.
     """
 
     def __init__(self, worker: str, role: Role) -> None:
@@ -51,7 +52,7 @@ class Worker:
         self.gave_up = False
         # load
         self.load: Load | None = None
-        self.live: dict[Choice, int] = {}
+        self.live: dict[Attempt, int] = {}
         self.backlog_tokens = 0
         self.progress_ns = 0
         self.full = False  # refused a reservation and said nothing new since
@@ -61,8 +62,8 @@ class Worker:
         self.unsure_until_ns = 0  # a cancelled suspect's last step may still run here until then
         # prefix cache
         self.cached: set[bytes] = set()
-        self.expected: dict[bytes, Choice] = {}  # units that work placed here will bring, and whose they are
-        self.promises: dict[Choice, list[bytes]] = {}
+        self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
+        self.promises: dict[Attempt, list[bytes]] = {}
         self.cache_sequence = -1
 
     @property
@@ -117,23 +118,23 @@ class Worker:
 
     # --- placements -----------------------------------------------------------------------------------------------
 
-    def book(self, choice: Choice, prefill_tokens: int, now_ns: int) -> None:
+    def book(self, attempt: Attempt, prefill_tokens: int, now_ns: int) -> None:
         if not self.live:
             self.progress_ns = now_ns
-        self.live[choice] = prefill_tokens
+        self.live[attempt] = prefill_tokens
         self.backlog_tokens += prefill_tokens
 
-    def prefilled(self, choice: Choice) -> None:
-        """The prompt of ``choice`` is computed; it still runs here."""
-        self.backlog_tokens -= self.live.get(choice, 0)
-        if choice in self.live:
-            self.live[choice] = 0
+    def prefilled(self, attempt: Attempt) -> None:
+        """The prompt of ``attempt`` is computed; it still runs here."""
+        self.backlog_tokens -= self.live.get(attempt, 0)
+        if attempt in self.live:
+            self.live[attempt] = 0
 
-    def unbook(self, choice: Choice) -> None:
-        self.backlog_tokens -= self.live.pop(choice, 0)
-        self.stop_expecting(choice)
+    def unbook(self, attempt: Attempt) -> None:
+        self.backlog_tokens -= self.live.pop(attempt, 0)
+        self.stop_expecting(attempt)
         self.full = False
-        if self.exclusive is choice:
+        if self.exclusive is attempt.choice:
             self.exclusive = None
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
@@ -156,27 +157,27 @@ class Worker:
         if len(self.cached) > MAX_CACHED_UNITS:
             self.cached.clear()
 
-    def expect(self, choice: Choice, hashes: Iterable[bytes]) -> None:
-        """``choice`` was placed here: its prefix will be cached, so that what shares it should follow."""
+    def expect(self, attempt: Attempt, hashes: Iterable[bytes]) -> None:
+        """``attempt`` was placed here: its prefix will be cached, so that what shares it should follow."""
         units = [unit for unit in hashes if unit not in self.cached and unit not in self.expected]
-        self.promises[choice] = units
-        self.expected.update(dict.fromkeys(units, choice))
+        self.promises[attempt] = units
+        self.expected.update(dict.fromkeys(units, attempt))
 
-    def stop_expecting(self, choice: Choice) -> None:
-        """Kept or broken, the promise of ``choice`` is over."""
-        for unit in self.promises.pop(choice, ()):
-            if self.expected.get(unit) is choice:
+    def stop_expecting(self, attempt: Attempt) -> None:
+        """Kept or broken, the promise of ``attempt`` is over."""
+        for unit in self.promises.pop(attempt, ()):
+            if self.expected.get(unit) is attempt:
                 del self.expected[unit]
 
     def stop_expecting_old(self, now_ns: int) -> None:
         """What runs has had its blocks published; what was not reported since is not cached (evicted, or too short)."""
-        for choice in list(self.promises):
+        for attempt in list(self.promises):
             if (
-                choice.state is ChoiceState.RUNNING
-                and choice.committed
-                and now_ns - choice.changed_ns >= REPORT_PATIENCE_NS
+                attempt.state is AttemptState.RUNNING
+                and attempt.choice.committed
+                and now_ns - attempt.changed_ns >= REPORT_PATIENCE_NS
             ):
-                self.stop_expecting(choice)
+                self.stop_expecting(attempt)
 
     def cached_units(self, hashes: list[bytes]) -> int:
         """Length of the longest prefix of ``hashes`` that is cached here, in units."""

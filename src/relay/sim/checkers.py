@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
+from relay.control.attempts import MAX_AHEAD_TOKENS
 from relay.control.invariants import violations
-from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.requests import Choice
 from relay.control.state import LIVE
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.backend import LAYERS
@@ -86,16 +87,20 @@ class Checkers:
             choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
                 continue
-            workers = (choice.prefill, choice.decode)
-            if current is None or current not in workers or choice.attempt != entry.attempt:
+            attempt = choice.find(entry.attempt)
+            if current is None or attempt is None or not attempt.on(current):
                 self._world.kernel.sometimes("stale message")
-                self._stale.append((choice, (len(choice.committed), choice.attempt)))
+                self._stale.append((choice, (len(choice.committed), choice.num_attempts)))
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
         for choice, (committed, attempt) in self._stale:
             if len(choice.committed) != committed:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            if choice.attempt == attempt and choice.state is ChoiceState.ENDED and not self._ended_by_others(choice):
+            if (
+                choice.num_attempts == attempt
+                and choice.state is ChoiceState.ENDED
+                and not self._ended_by_others(choice)
+            ):
                 raise Violation("I3", f"{choice} was ended by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
@@ -141,8 +146,9 @@ class Checkers:
         have = len(client.tokens[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
-        if sum(len(early.token_ids) for early in choice.ahead) > MAX_AHEAD_TOKENS:
-            raise Violation("I10", f"{choice} keeps {len(choice.ahead)} early entries")
+        for attempt in choice.attempts:
+            if sum(len(early.token_ids) for early in attempt.ahead) > MAX_AHEAD_TOKENS:
+                raise Violation("I10", f"{attempt} keeps {len(attempt.ahead)} early entries")
 
     def _core_state(self) -> None:
         self.full_checks += 1
@@ -150,15 +156,13 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        for request in state.requests.values():
-            for choice in request.choices:
-                prefill, decode = choice.prefill, choice.decode
-                if decode is None:
-                    continue
-                if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-                if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                    raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
+        choices = [choice for request in state.requests.values() for choice in request.choices]
+        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
+            choice, prefill, decode = attempt.choice, attempt.prefill, attempt.decode
+            if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
+                raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
+            if prefill is not None and prefill.numerics_id != decode.numerics_id:
+                raise Violation("I13", f"{attempt} crosses from {prefill.id} to {decode.id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
@@ -263,13 +267,13 @@ class Checkers:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, frozen for {frozen_ns / SECOND:.1f} s"
                 )
-        bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
-        for request in state.requests.values():
-            for choice in request.choices:
-                bound_s = bounds.get(choice.state)
-                age_ns = min(awake_ns, now_ns - choice.changed_ns)
-                if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
-                    raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
+        bounds = {AttemptState.RESERVING: detector.answer_deadline_s, AttemptState.HANDOFF: detector.handoff_deadline_s}
+        choices = [choice for request in state.requests.values() for choice in request.choices]
+        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
+            bound_s = bounds.get(attempt.state)
+            age_ns = min(awake_ns, now_ns - attempt.changed_ns)
+            if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
+                raise Violation("detection", f"{attempt} has had no answer for {age_ns / SECOND:.1f} s")
 
     def _transfers(self, engine: EngineProcess) -> None:
         """No transfer outlives its lease."""
@@ -286,9 +290,8 @@ class Checkers:
 
     def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
         choice = self._choice(key.request, key.choice)
-        if choice is None or choice.attempt != key.attempt:
-            return False
-        return any(w is not None and w.key == engine.key for w in (choice.prefill, choice.decode))
+        attempt = choice.find(key.attempt) if choice is not None else None
+        return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
         """The leak check: no request, sequence, block, transfer or timer is left."""
