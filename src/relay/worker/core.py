@@ -176,7 +176,8 @@ class WorkerCore:
                 for index, row in enumerate(plan.rows)
                 if (sink := self._announcer.sink(row.slot, row.start, row.count))
             }
-            self._commands.append(StartStep(plan, sinks, self._failures))
+            manifest = self._held.manifest(plan, self._scheduler.key_of_slot)
+            self._commands.append(StartStep(plan, sinks, self._failures, manifest))
         messages, timer_ns = self._reporter.due(now_ns)
         messages += self._custody.news()
         self._commands += [SendToGateway(None, message) for message in messages]

@@ -24,9 +24,10 @@ from relay.worker.commands import (
 )
 from relay.worker.control_link import ControlLink
 from relay.worker.core import WorkerCore
-from relay.worker.events import GatewayConnected, GatewayLost, OrderReceived, TimerFired
+from relay.worker.events import Event, GatewayConnected, GatewayLost, OrderReceived, TimerFired
 from relay.worker.gateway_links import GatewayLinks, Received, Welcomed
 from relay.worker.inbox import Inbox
+from relay.worker.record import Advanced, Recorder
 from relay.worker.status_page import StatusPage
 
 TICK_NS = 250_000_000
@@ -36,8 +37,18 @@ FLUSH_S = 1.0
 class EngineShell:
     """Runs until the core says Exit. Everything that happens elsewhere comes through ``inbox``."""
 
-    def __init__(self, core: WorkerCore, transport: Transport, inbox: Inbox, page: StatusPage, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        transport: Transport,
+        inbox: Inbox,
+        page: StatusPage,
+        clock: Clock,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``recorder`` is closed when ``run`` returns."""
         self._core = core
+        self._recorder = recorder
         self._transport = transport
         self._inbox = inbox
         self._page = page
@@ -69,6 +80,8 @@ class EngineShell:
                 links.update()
         links.finish(FLUSH_S)
         self._transport.close()
+        if self._recorder is not None:
+            self._recorder.close(self._exit.reason or "exit")
         return self._exit
 
     def _turn(self, links: GatewayLinks, now_ns: int) -> None:
@@ -81,11 +94,29 @@ class EngineShell:
             event = self._inbox.take()
             if event is None:
                 break
-            self._carry_out(links, self._core.handle(event, now_ns))
+            self._carry_out(links, self._handle(event, now_ns))
         if self._exit is None:
-            self._carry_out(links, self._core.advance(now_ns))
+            self._carry_out(links, self._advance(now_ns))
         if self._core.draining:
             self._page.set_draining()
+
+    def _handle(self, event: Event, now_ns: int) -> list[Command]:
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.handle(event, now_ns)
+        recorder.happened(event, now_ns)
+        commands = self._core.handle(event, now_ns)
+        recorder.decided(commands)
+        return commands
+
+    def _advance(self, now_ns: int) -> list[Command]:
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.advance(now_ns)
+        recorder.happened(Advanced(), now_ns)
+        commands = self._core.advance(now_ns)
+        recorder.decided(commands)
+        return commands
 
     def _serve(self, links: GatewayLinks, link: ControlLink, mask: int) -> None:
         for happened in links.serve(link, mask):
