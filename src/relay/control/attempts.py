@@ -99,6 +99,7 @@ class Attempt:
             params=submission.params,
             cache_salt=submission.cache_salt,
             capture=submission.capture,
+            resume_key=submission.resume_key,
         )
 
     def __repr__(self) -> str:

@@ -35,6 +35,7 @@ class Submission:
     cache_salt: str = ""
     capture: bool = False
     deadline_ns: int | None = None
+    resume_key: bytes = b""  # equal wherever and whenever the client sends this prompt again; empty: it cannot
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from relay.control.events import (
     TimerFired,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.hedging import Hedger
 from relay.control.membership import Membership
@@ -41,6 +42,7 @@ from relay.protocol.messages import (
     EngineExited,
     Heartbeat,
     Load,
+    Orphans,
     Role,
     SequenceFailed,
     Tokens,
@@ -76,6 +78,7 @@ class GatewayCore:
             ChoiceFinished: self._choice_finished,
             WorkerConnected: self._membership.connected,
             ConnectionLost: self._membership.connection_lost,
+            WorkerStarted: self._membership.started,
             LauncherExited: self._membership.launcher_exited,
             TimerFired: self._timer,
             Started: self._started,
@@ -89,6 +92,7 @@ class GatewayCore:
             SequenceFailed: self._tokens.failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
+            Orphans: self._orphans,
             Drained: self._drained,
             Heartbeat: self._membership.heartbeat,
         }
@@ -183,6 +187,10 @@ class GatewayCore:
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
         worker.cache_changed(message)
+        self.state.changed = True
+
+    def _orphans(self, worker: Worker, message: Orphans, now_ns: int) -> None:
+        worker.orphans = dict.fromkeys(message.keys)
         self.state.changed = True
 
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:

@@ -45,9 +45,10 @@ from relay.control.events import (
     TimerKey,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.record import Recorder
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
 
 MAX_CONNECTIONS = 1024
@@ -95,7 +96,7 @@ class GatewayShell:
         self._pending: deque[Command] = deque()
         self._executing = False
         self._next_connection = 1
-        self._next_request = 1
+        self._next_request = first_id(core.state.config.epoch)
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
@@ -227,6 +228,10 @@ class GatewayShell:
     def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
         self._handle(LauncherExited(worker, status, signal, reason))
 
+    def worker_started(self, worker: WorkerKey) -> None:
+        """The launcher has started this incarnation, perhaps for another gateway."""
+        self._handle(WorkerStarted(worker))
+
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
@@ -237,8 +242,9 @@ class GatewayShell:
         self._connections.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[(worker, connection.process)]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return  # closed by us; the same worker may be connected anew
+            del self._bound[(worker, connection.process)]
             self._handle(ConnectionLost(worker, connection.process, reason))
 
     def _new_connection(self) -> Connection:
@@ -319,7 +325,8 @@ class GatewayShell:
             return
         connection.bind(command.worker, command.process)
         self._bound[(command.worker, command.process)] = connection
-        connection.send(Welcome(protocol=PROTOCOL_MAX))
+        config = self._core.state.config
+        connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
 
     def _reject(self, command: RejectConnection) -> None:
         connection = self._connections.get(command.connection)
