@@ -46,6 +46,8 @@ PURE = [
     "sim/engine.py",
     "sim/faults.py",
     "sim/gateway.py",
+    "sim/gateway_links.py",
+    "sim/supervisor.py",
     "sim/kernel.py",
     "sim/kv_link.py",
     "sim/mutants.py",

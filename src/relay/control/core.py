@@ -201,7 +201,8 @@ class GatewayCore:
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            self._membership.launch(worker, now_ns)
+            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+                self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
     def _timer(self, event: TimerFired, now_ns: int) -> None:

@@ -216,7 +216,7 @@ class Drained(Message, tag="drained"):
 
 
 class ComputedRow(msgspec.Struct, array_like=True, frozen=True):
-    """What a step was computing of one sequence of the gateway that is told: positions before ``end``."""
+    """What a step was computing of one sequence, by its owner's name for it: positions before ``end``."""
 
     request: int
     choice: int
@@ -227,7 +227,7 @@ class ComputedRow(msgspec.Struct, array_like=True, frozen=True):
 class Heartbeat(Message, tag="heartbeat"):
     """From the agent, every 100–250 ms. ``step`` moves while the engine computes; ``phase`` is what it declares.
 
-    ``manifest``: when a step takes long, its rows that are this gateway's; ``alone``: it holds those of one request and no others.
+    ``manifest``: when a step takes long, its rows, other gateways' too; ``alone``: it holds those of one request and no others.
     """
 
     step: int

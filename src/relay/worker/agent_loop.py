@@ -12,7 +12,7 @@ from relay.worker.agent import FLUSH_S, HEARTBEAT_NS, engine_state
 from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.host import host_identity
 from relay.worker.spec import WorkerSpec
-from relay.worker.status_page import StatusPage, manifest_for
+from relay.worker.status_page import StatusPage, manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
 
 
@@ -42,8 +42,8 @@ class AgentLoop:
             self._kill()
         status, number = self._reap()
         rows = self._page.manifest()
-        for index, link in enumerate(self._links):
-            self._say_exited(link, EngineExited(status, number, *manifest_for(rows, index)))
+        for link in self._links:
+            self._say_exited(link, EngineExited(status, number, *manifest_of(rows)))
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
@@ -103,8 +103,8 @@ class AgentLoop:
         state = engine_state(self._engine)
         age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
         rows = self._page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
-        for index, link in enumerate(self._links):
-            link.send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, index)))
+        for link in self._links:
+            link.send(Heartbeat(step, phase, age_ms, state, *manifest_of(rows)))
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminations += 1

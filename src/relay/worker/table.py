@@ -58,10 +58,7 @@ class HeldTable:
         """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""
         by_key = self.by_key
         keys = [key_of_slot(row.slot) for row in plan.rows]
-        return [
-            ManifestRow(by_key[key].gateway, *key, row.start + row.count)
-            for key, row in zip(keys, plan.rows, strict=True)
-        ]
+        return [ManifestRow(*by_key[key].name, row.start + row.count) for key, row in zip(keys, plan.rows, strict=True)]
 
     def check(self) -> None:
         """Assert that the indexes agree."""
