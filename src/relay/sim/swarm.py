@@ -143,8 +143,8 @@ def _control(tape: Tape) -> ControlConfig:
             budget_burst_tokens=of((60, 1 << 16), "retry_burst"),
         ),
         hedge=HedgeConfig(
-            budget_per_mille=of((50, 1000), "hedge_per_mille"),
-            slow_step_s=of((0.15, 0.6), "slow_step_s"),
+            budget_per_mille=of((50, 1000, 1000, 1000), "hedge_per_mille"),
+            slow_step_s=of((0.06, 0.3), "slow_step_s"),
             slow_factor=of((2, 8), "slow_factor"),
         ),
         breaker=BreakerConfig(
