@@ -70,6 +70,10 @@ class Network:
         self.sides: dict[int, Side] = {}
         self._next = 1
 
+    def handled(self) -> None:
+        """An end of a connection takes a message."""
+        self._kernel.events += 1
+
     # --- who can be reached ---------------------------------------------------------------------------------------
 
     def listen(self, address: str, host: str, accept: Callable[[Side], None]) -> None:

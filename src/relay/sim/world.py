@@ -9,6 +9,7 @@ from relay.control import events as e
 from relay.control.contract import RequestFailure, Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
+from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
@@ -17,6 +18,7 @@ from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network
+from relay.sim.plan import Planned
 from relay.sim.swarm import FAULTS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
@@ -28,7 +30,7 @@ LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
 MAX_POISON_CRASHES = 3
-MAX_EVENTS = 400_000  # of one run: more means that something goes in circles
+MAX_CALLS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
 
@@ -39,7 +41,8 @@ class World:
     def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
         """``swarm`` None: drawn from the tape."""
         self.kernel = Kernel(tape)
-        self.swarm = swarm or drawing.draw(tape)
+        with tape.within("swarm"):
+            self.swarm = swarm or drawing.draw(tape)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -57,9 +60,9 @@ class World:
         self._next_heal = 1
         self._next_request = 1
         self._to_submit = 0
-        self._poison_left = self.swarm.poison
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
-        self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
+        with tape.within("workload"):
+            self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
         self.checkers = Checkers(self)
         self.gateway = GatewayNode(
             self.kernel,
@@ -88,10 +91,12 @@ class World:
     def _chaos(self) -> None:
         """Requests arrive, faults happen."""
         kernel, swarm = self.kernel, self.swarm
-        self._to_submit = swarm.requests
-        kernel.after(self._gap(swarm.mean_arrival_ms), self._arrive)
-        if swarm.faults:
-            kernel.after(self._gap(swarm.mean_fault_ms), self._fault)
+        requests, faults = plan.draw(kernel.tape, swarm)
+        self._to_submit = len(requests)
+        for planned in requests:
+            kernel.after(planned.at_ns, self._arrive, planned)
+        for planned in faults:
+            kernel.after(planned.at_ns, self._fault, planned)
         end_ns = kernel.now_ns + swarm.chaos_ms * MS
         self.until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
 
@@ -101,8 +106,10 @@ class World:
         self.until(self._all_ended, LIVENESS_NS, "", "I5")
         self.until(self._all_ready, LIVENESS_NS, "", "I12")
         self.phase = "probes"
-        for _ in range(PROBES):
-            self.submit(self.workload.probe(), Expectation(probe=True, faults_before=self.num_faults))
+        for number in range(PROBES):
+            with self.kernel.tape.within(f"probe {number + 1}"):
+                probe = self.workload.probe()
+            self.submit(probe, Expectation(probe=True, faults_before=self.num_faults))
         self.until(self._all_ended, LIVENESS_NS, "", "I5")
         self.phase = "quiesce"
         self.until(self._quiet, QUIESCE_NS, "")
@@ -117,8 +124,8 @@ class World:
                 if text or invariant:
                     raise Violation(invariant or "I12", text or self._unfinished())
                 return
-            if kernel.events > MAX_EVENTS:
-                raise Violation("I10", f"more than {MAX_EVENTS} events: something goes in circles")
+            if kernel.calls > MAX_CALLS:
+                raise Violation("I10", f"more than {MAX_CALLS} calls: something goes in circles")
 
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
@@ -140,24 +147,18 @@ class World:
             e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
         )
 
-    def _gap(self, mean_ms: int) -> int:
-        return self.kernel.tape.between(1, 2 * mean_ms, "gap ms") * MS
-
     def _audit(self) -> None:
         self.checkers.audit()
         self.kernel.after(AUDIT_NS, self._audit)
 
     # --- clients --------------------------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
+    def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
-        poison = bool(self._poison_left) and self.phase == "chaos"
-        self._poison_left -= poison
-        submission = self.workload.submission(self.kernel.now_ns, poison)
+        poison = planned.number <= self.swarm.poison and self.phase == "chaos"
+        with self.kernel.tape.within(planned.name):
+            submission = self.workload.submission(self.kernel.now_ns, poison)
         self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
-        if self._to_submit:
-            gap_ns = self._gap(self.swarm.mean_arrival_ms)
-            self.kernel.after(gap_ns, self._arrive)
 
     def submit(self, submission: Submission, expectation: Expectation) -> Client:
         request = self._next_request
@@ -296,15 +297,15 @@ class World:
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
-    def _fault(self) -> None:
+    def _fault(self, planned: Planned) -> None:
         if self.phase != "chaos":
             return
-        kind = self.kernel.tape.of(self.swarm.faults, "fault")
-        if inject(self, kind):
-            self.faults[kind] += 1
+        with self.kernel.tape.within(planned.name):
+            done = inject(self, planned.kind)
+        if done:
+            self.faults[planned.kind] += 1
             self.num_faults += 1
-            self.kernel.tell("fault: {}", kind)
-        self.kernel.after(self._gap(self.swarm.mean_fault_ms), self._fault)
+            self.kernel.tell("fault {}: {}", planned.number, planned.kind)
 
     def harm(self, host: str, text: str) -> None:
         """Something happens to ``host`` ("": to all of them)."""
