@@ -79,6 +79,53 @@ class RetryConfig:
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
     full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+    # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
+    budget_per_mille: int = 500  # earned of every accepted or committed token
+    budget_tokens_per_s: int = 2000
+    budget_burst_tokens: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        _check(
+            self.budget_per_mille >= 0 and self.budget_tokens_per_s >= 1 and self.budget_burst_tokens >= 1,
+            "the retry budget needs a positive rate and burst: without them resumed requests would wait for ever",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeConfig:
+    """Second attempts on mere suspicion. ``budget_per_mille`` 0 turns them off."""
+
+    budget_per_mille: int = 50  # extra tokens computed, of all accepted and committed ones
+    burst_tokens: int = 1 << 14  # saved up at most
+    slow_step_s: float = 2.0  # a step older than this, and
+    slow_factor: int = 8  # than so many usual ones, makes its worker doubted
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.budget_per_mille <= 1000, "the hedge budget must be 0 to 1000 per mille")
+        _check(
+            self.burst_tokens >= 1 and self.slow_step_s > 0 and self.slow_factor >= 1, "hedge bounds must be positive"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """When outcomes say that a worker or a link is better left alone, and how it comes back."""
+
+    window_s: float = 10.0
+    min_failures: int = 5
+    failure_per_mille: int = 500
+    open_s: float = 1.0  # doubled by every failure while half open
+    max_open_s: float = 8.0
+    slow_start_s: float = 5.0
+    slow_start_seqs: int = 2  # at once, at first
+
+    def __post_init__(self) -> None:
+        _check(self.min_failures >= 1 and 0 < self.failure_per_mille <= 1000, "breaker thresholds are out of range")
+        _check(
+            self.window_s > 0 and 0 < self.open_s <= self.max_open_s and self.slow_start_s > 0,
+            "breaker times must be positive, and open_s at most max_open_s",
+        )
+        _check(self.slow_start_seqs >= 1, "slow_start_seqs must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +149,8 @@ class ControlConfig:
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
+    hedge: HedgeConfig = field(default_factory=HedgeConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1

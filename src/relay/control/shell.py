@@ -217,7 +217,7 @@ class GatewayShell:
         return self._core.status(self._now_ns())
 
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
-        return self._core.metrics()
+        return self._core.metrics(self._now_ns())
 
     def story(self, request: int) -> list[str]:
         return self._core.story(request)

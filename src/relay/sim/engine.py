@@ -94,6 +94,7 @@ class EngineProcess(Process):
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
+        self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
         self._decoder = FrameDecoder(GatewayToEngine)

@@ -25,8 +25,8 @@ class Violation(Exception):
 class Kernel:
     """Makes calls in order of (time, number). Time is integer nanoseconds and moves only here.
 
-    ``calls`` counts what the heap gave out: arrivals of bytes, timers, audits, the simulation's own business. ``events`` counts what
-    the simulated processes handled: a message, a timer or a step, each once, where it is handled.
+    ``calls`` counts what the heap gave out: arrivals of bytes, timers, audits, the simulation's own business. ``events`` counts
+    what the simulated processes handled: a message, a timer or a step, each once, where it is handled.
     """
 
     def __init__(self, tape: Tape) -> None:

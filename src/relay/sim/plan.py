@@ -1,4 +1,4 @@
-"""When requests arrive and which faults strike when, drawn before the run, so that each can be left out without moving the others."""
+"""When requests arrive and which faults strike when, drawn up front, so that each can be left out without moving the others."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from relay.sim.tape import Tape
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """``name`` is that of the stream its own choices come from: "request 3" or "fault 2". Times count from the beginning of chaos."""
+    """``name`` ("request 3", "fault 2") is that of the stream its own choices come from. Times count from chaos on."""
 
     number: int
     name: str

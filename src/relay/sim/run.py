@@ -1,8 +1,7 @@
 """One run: a tape played through, with all that came of it."""
 
-import traceback
-from collections.abc import Sequence
 import time
+import traceback
 from dataclasses import dataclass, field
 from typing import Protocol
 

@@ -1,11 +1,12 @@
 """The choice tape: every random decision of a run. The same tape gives the same run.
 
-A tape has one *stream* of choices for each source of them (the swarm, the plan, every request, every fault, every engine, the rest), drawn
-independently from the seed. So a fault that is left out takes no choice away from another fault, which is what makes a tape editable:
-``Edits`` say which faults and requests do not happen, and which choices are fixed by their label. Shrinking and directed runs are edits.
+A tape has one *stream* of choices for each source of them (the swarm, the plan, every request, every fault, every engine, the
+rest), drawn independently from the seed. So a fault that is left out takes no choice away from another fault, which is what makes a
+tape editable: ``Edits`` say which faults and requests do not happen, and which choices are fixed by their label. Shrinking and
+directed runs are edits.
 
-On disk a tape is a recording of kind "sim" (``record/frames.py``): seed and edits in the head, one frame a stream. A label goes with every
-choice, so that a tape that does not belong to this program is noticed at the first choice where the two part.
+On disk a tape is a recording of kind "sim" (``record/frames.py``): seed and edits in the head, one frame a stream. A label goes
+with every choice, so that a tape that does not belong to this program is noticed at the first choice where the two part.
 """
 
 import random
@@ -34,7 +35,9 @@ class Edits(msgspec.Struct, frozen=True):
 
     without: tuple[str, ...] = ()  # "fault 3", "request 7"
     fixed: dict[str, int] = {}  # label → value of every choice of that label (or the largest possible)
-    directed: tuple[str, str] | None = None  # (fault, moment): no other fault; this one as soon as a request is in the moment
+    directed: tuple[str, str] | None = (
+        None  # (fault, moment): no other fault; this one as soon as a request is in the moment
+    )
 
     def __bool__(self) -> bool:
         return bool(self.without or self.fixed or self.directed)
@@ -131,7 +134,9 @@ class Tape:
         for name, choices in self.drawn.items():
             labels = list(dict.fromkeys(label for label, _ in choices))
             index = {label: number for number, label in enumerate(labels)}
-            parts.append(frames.encode(frames.Choices(name, labels, [(index[label], value) for label, value in choices])))
+            parts.append(
+                frames.encode(frames.Choices(name, labels, [(index[label], value) for label, value in choices]))
+            )
         parts.append(frames.encode(frames.End("closed")))
         try:
             path.write_bytes(b"".join(parts))
@@ -149,7 +154,9 @@ def tape_of(recording: Recording) -> Tape:
     """The tape in a recording of kind "sim". Raises BadRecording."""
     path = recording.path
     if recording.head.kind != "sim":
-        raise BadRecording(f"{path} is the recording of a {recording.head.kind}, not a tape of `relay sim`; use `relay replay`")
+        raise BadRecording(
+            f"{path} is the recording of a {recording.head.kind}, not a tape of `relay sim`; use `relay replay`"
+        )
     replay: dict[str, list[Choice]] = {}
     try:
         settings = msgspec.msgpack.decode(recording.head.settings, type=TapeSettings)
