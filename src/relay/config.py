@@ -171,6 +171,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
+    record: Path | None = None  # folder for recordings of the cores, see record/
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")

@@ -46,6 +46,11 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
     "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
 )
 @click.option(
+    "--record",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to record what the gateway and every worker are told and decide, for `relay replay`. Holds prompts.",
+)
+@click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Of what stderr shows."
 )
 def serve(
@@ -68,6 +73,7 @@ def serve(
     offline: bool,
     cache_dir: Path | None,
     grace: float,
+    record: Path | None,
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
@@ -93,6 +99,7 @@ def serve(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            record=record,
         ),
     )
     from relay.cli.server import run_server

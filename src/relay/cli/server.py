@@ -21,6 +21,7 @@ from relay.cli.listener import open_listener
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
+from relay.control.record import Recorder
 from relay.control.shell import GatewayShell
 from relay.errors import DoesNotFitError, StartupError, UsageError
 from relay.local.workers import LocalWorkers
@@ -117,7 +118,9 @@ class Server:
         )
         log = WorkerLog(self._console, hold=config.log_level != "debug")
         workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
-        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
+        folder = config.worker.record
+        recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
+        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers, recorder=recorder)
         workers.attach(shell)
         http: HttpServer | None = None
         try:

@@ -85,6 +85,8 @@ class Router:
         if not ready:
             return None
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        if not any(worker.has_room for worker in decoders):
+            return None
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
         allowance = self._allowances(ready, now_ns)

@@ -79,6 +79,7 @@ class LocalWorkers:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
             perturb=self._perturb.get(worker.worker, ""),
+            record=str(config.record.absolute()) if config.record else "",
         )
 
     def _exited(self, end: LaunchExit) -> None:

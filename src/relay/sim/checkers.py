@@ -44,24 +44,24 @@ STATEMENTS = {
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
     "I15": "the gateway's own stall is not others' death",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
-    "scenario": "what a directed scenario demands of its own",
     "core": "the cores' own invariants hold and no core raises",
 }
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-_Fingerprint = tuple[int, ChoiceState, list[tuple[int, AttemptState]]]
+_Fingerprint = tuple[int, ChoiceState, int, tuple[tuple[int, AttemptState], ...]]
+
+
+def _fingerprint(choice: Choice) -> _Fingerprint:
+    """All that an attempt which is over must not move."""
+    attempts = tuple([(attempt.number, attempt.state) for attempt in choice.attempts])
+    return len(choice.committed), choice.state, choice.num_attempts, attempts
 
 
 def worker_patience_s(world: "World") -> float:
     """A disturbance that is over for longer cannot be why a worker is silent now."""
     return world.swarm.control.detector.dead_after_s + 2 * HEARTBEAT_NS / SECOND
-
-
-def _fingerprint(choice: Choice) -> _Fingerprint:
-    """What only those who have the right to may change."""
-    return len(choice.committed), choice.state, [(attempt.number, attempt.state) for attempt in choice.attempts]
 
 
 class Checkers:
@@ -108,10 +108,11 @@ class Checkers:
         if self._world.gateway.core.state.alarm:
             raise Violation("I4", self._world.gateway.core.state.alarm)
         for choice, before in self._stale:
-            if len(choice.committed) != before[0]:
+            now = _fingerprint(choice)
+            if now[0] != before[0]:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
             waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
-            if _fingerprint(choice) != before and not waited and not self._ended_by_others(choice):
+            if now != before and not waited and not self._ended_by_others(choice):
                 raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
@@ -63,8 +64,10 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.worker.control_link import ControlLink, LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.engine_shell import EngineShell
+    from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
     from relay.worker.inbox import Inbox
+    from relay.worker.record import Recorder, WorkerSettings
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
@@ -78,8 +81,15 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         clock=clock,
     )
     config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
-    core = WorkerCore(config, engine.scheduler, engine.runner.kv_digests)
-    shell = EngineShell(core, transport, inbox, page, clock)
+    digest_kv: DigestKv = engine.runner.kv_digests
+    recorder = None
+    if spec.record:
+        settings = WorkerSettings(config, engine.limits, engine.identity.numerics_id)
+        path = Path(spec.record) / f"{spec.worker}-{spec.incarnation}-{os.getpid()}.relay"
+        recorder = Recorder(path, f"{spec.worker} incarnation {spec.incarnation}", settings)
+        digest_kv = recorder.digests(digest_kv)
+    core = WorkerCore(config, engine.scheduler, digest_kv)
+    shell = EngineShell(core, transport, inbox, page, clock, recorder)
     steps = StepThread(engine.runner, transport, engine.num_layers, page, inbox.post, clock)
     signal.signal(signal.SIGTERM, lambda number, frame: inbox.post(DrainRequested()))
     hello = Hello(

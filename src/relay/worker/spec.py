@@ -34,6 +34,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_host: str = "127.0.0.1"  # where the KV listener binds and what it advertises
     kv_port: int = 0  # 0: ephemeral
     perturb: str = ""  # a kernels.perturbed kind: `relay verify --inject` makes one worker wrong on purpose
+    record: str = ""  # a folder: record there what the core is told and decides; empty: do not
     drain_timeout_s: float = 30.0  # after SIGTERM or Drain: how long running requests may take to finish
 
 
