@@ -57,6 +57,7 @@ class EngineProcess(Process):
     ) -> None:
         super().__init__(kernel)
         self.key = key
+        self._name = f"engine {key.worker} {key.incarnation}"  # of its stream of choices
         self.role = role
         self.numerics = numerics
         self.slow = 1
@@ -80,6 +81,7 @@ class EngineProcess(Process):
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
+        self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
         self._decoder = FrameDecoder(GatewayToEngine)
@@ -146,6 +148,7 @@ class EngineProcess(Process):
         self._turn_due = False
         while self.alive and self.inbox:
             event = self.inbox.popleft()
+            self.kernel.events += 1
             if isinstance(event, ReceiveCompleted):
                 self._observe(self, event)  # before the blocks may change
             self._carry_out(self.core.handle(event, self.now_ns()))
@@ -157,6 +160,7 @@ class EngineProcess(Process):
                 self.page.set_draining()
 
     def _tick(self) -> None:
+        self.kernel.events += 1
         self.transport.tick(self.now_ns())
         self.after(TICK_NS, self._tick)
 
@@ -202,7 +206,9 @@ class EngineProcess(Process):
         self.page.begin_step(step.manifest, self.now_ns())
         cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
         duration_ns = cost_ns * self.slow
-        if self.kernel.tape.below(2, "step computes late"):
+        with self.kernel.tape.within(self._name):
+            late = self.kernel.tape.below(2, "step computes late")
+        if late:
             self.after(duration_ns, self._finish_step, step, None)
         else:
             event = self._execute(step)

@@ -23,7 +23,7 @@ def inject(world: "World", kind: str) -> bool:
 def _pick(world: "World") -> WorkerNode | None:
     """A worker whose engine runs."""
     nodes = [node for node in world.workers.values() if node.alive and node.running is not None]
-    return world.kernel.tape.of(nodes, "victim") if nodes else None
+    return world.kernel.tape.of(world.prefer_workers(nodes), "victim") if nodes else None
 
 
 def _outage_ns(world: "World") -> int:
@@ -210,7 +210,7 @@ def _client_disconnect(world: "World") -> bool:
     clients = [client for client in world.clients.values() if client.open]
     if not clients:
         return False
-    world.disconnect(world.kernel.tape.of(clients, "client"))
+    world.disconnect(world.kernel.tape.of(world.prefer_clients(clients), "client"))
     return True
 
 
@@ -228,6 +228,7 @@ def _step_error(world: "World") -> bool:
     node = _pick(world)
     if node is None or node.running is None or node.running.fail_rows:
         return False
+    world.struck.hosts(node.key.worker)
     world.step_errors += 1
     node.running.fail_rows = world.kernel.tape.between(1, 2, "fail rows")
     return True
@@ -237,6 +238,7 @@ def _new_numerics(world: "World") -> bool:
     """A rolling upgrade begins: what starts from now on computes with other numerics."""
     if world.kernel.tape.below(4, "upgrade now"):
         return False
+    world.struck.hosts("")
     world.upgrade()
     return True
 

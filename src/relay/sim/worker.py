@@ -47,7 +47,8 @@ class WorkerNode:
         self._decoder = FrameDecoder(GatewayToAgent)
         self._side: Side | None = None
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
-        load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
+        with kernel.tape.within(f"worker {key.worker} {key.incarnation}"):
+            load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
         self._boot: Callable[[], EngineProcess] = lambda: EngineProcess(
             kernel, network, swarm, key, role, numerics, self._engine_exited, observe, poisoned
         )
@@ -80,6 +81,7 @@ class WorkerNode:
 
     def _data(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
+            self._kernel.events += 1
             if isinstance(message, Rejected):
                 self._gateway_lost(message.reason)
                 return
@@ -87,6 +89,7 @@ class WorkerNode:
                 self.engine.sigterm()
 
     def _beat(self) -> None:
+        self._kernel.events += 1
         engine = self.engine
         if engine is None:
             self._send(Heartbeat(0, "loading", 0, "S"))
