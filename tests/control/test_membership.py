@@ -7,7 +7,7 @@ from world import World
 from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
@@ -227,6 +227,17 @@ def test_own_stall_is_not_the_death_of_others() -> None:
     assert world.core.state.counters["own_stalls"] == 1
 
 
+def test_own_stall_before_the_first_tick() -> None:
+    """Found by the scenario master-stall: workers were ready, and then the gateway slept before it had ever ticked."""
+    world = World(first, ONE).ready()
+    assert world.now_ns < SECOND // 10
+    world.now_ns += 30 * SECOND
+    del world.timers[("tick", "")]
+    world.handle(e.TimerFired(("tick", "")))
+    assert state(world, "worker-0") is WorkerState.READY
+    assert world.core.state.counters["own_stalls"] == 1
+
+
 def test_frozen_engine() -> None:
     world = World(first, ONE).ready()
     key = live_key(world, "worker-0")
@@ -289,17 +300,17 @@ def test_a_suspect_is_not_alone_where_another_may_still_compute() -> None:
     poison, innocent = (core.state.requests[request].choices[0] for request in (1, 2))
     for choice in (poison, innocent):
         choice.blames, choice.troubled = 2, True
-    core._dispatcher.reopen(poison, world.now_ns, "test")
-    core._dispatcher.reopen(innocent, world.now_ns, "test")
+    core._dispatcher.reopen(poison.attempts[0], world.now_ns, "test")
+    core._dispatcher.reopen(innocent.attempts[0], world.now_ns, "test")
     world.handle(e.TimerFired(("tick", "")))
-    assert poison.state is ChoiceState.RUNNING
+    assert poison.state is ChoiceState.PLACED
     world.cancel(1)
     world.handle(e.TimerFired(("tick", "")))
     assert innocent.state is ChoiceState.WAITING, "the poison's step may still run"
     world.now_ns += int(core.state.config.detector.step_deadline_s * SECOND)
     core.state.workers["worker-0"].heard_ns = world.now_ns
     world.handle(e.TimerFired(("tick", "")))
-    assert innocent.state is ChoiceState.RUNNING
+    assert innocent.state is ChoiceState.PLACED
     world.settle()
     assert world.clients[2].finished
 
@@ -348,8 +359,7 @@ def test_a_poison_does_not_outrun_the_agents_reports() -> None:
     choice = world.core.state.requests[1].choices[0]
     lost = []
     for _ in range(3):
-        assert choice.decode is not None
-        lost.append(choice.decode.key)
+        lost.append(choice.attempts[0].decode.key)
         world.handle(e.ConnectionLost(lost[-1], "engine", "EOF"))
     assert len({key.worker for key in lost}) == 3
     assert choice.state is ChoiceState.WAITING, "a fourth engine must wait for the reports"
@@ -363,7 +373,7 @@ def test_an_engines_eof_after_the_exit_does_not_silence_its_agent() -> None:
     world = World(first, [(name, "both") for name in "ab"]).ready()
     world.submit([666] * 20)
     choice = world.core.state.requests[1].choices[0]
-    key = choice.decode.key
+    key = choice.attempts[0].decode.key
     world.handle(e.LauncherExited(key, status=139))
     world.handle(e.ConnectionLost(key, "engine", "EOF"))
     world.handle(e.WorkerMessage(key, EngineExited(signal=11)))
@@ -379,7 +389,7 @@ def test_engines_that_lost_the_gateway_blame_nobody() -> None:
     choice = world.core.state.requests[1].choices[0]
     for _ in range(4):
         key = WorkerKey("worker-0", world.core.state.workers["worker-0"].incarnation)
-        assert choice in world.core.state.workers["worker-0"].live
+        assert choice.attempts[0] in world.core.state.workers["worker-0"].live
         world.handle(e.ConnectionLost(key, "engine", "connection reset"))
         world.handle(e.WorkerMessage(key, EngineExited(status=GATEWAY_LOST_STATUS)))
         world.kill(key, 9)
@@ -517,7 +527,7 @@ def test_only_the_next_position_counts(entry: tuple, reopened: bool) -> None:
     world.handle(e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, 0, [5, 6])])))
     world.handle(e.WorkerMessage(key, Tokens([TokenEntry(*entry)])))
     assert client.tokens[0] == [5, 6]
-    assert (world.core.state.requests[1].choices[0].attempt > 1 or len(world.core.state.queue) > 0) == reopened
+    assert (world.core.state.requests[1].choices[0].num_attempts > 1 or len(world.core.state.queue) > 0) == reopened
     disagrees = entry == (1, 0, 1, 0, [5, 7])
     assert world.core.state.counters["token_disagreements"] == disagrees
 
@@ -550,8 +560,8 @@ def test_tokens_of_d_before_those_of_p_are_kept_in_order() -> None:
     assert client.tokens[0] == []
     world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
     assert client.tokens[0] == [5, 6, 7, 8]
-    choice = world.core.state.requests[1].choices[0]
-    assert (choice.attempt, choice.state, choice.prefill) == (1, ChoiceState.RUNNING, None)
+    (attempt,) = world.core.state.requests[1].choices[0].attempts
+    assert (attempt.number, attempt.state, attempt.prefill) == (1, AttemptState.RUNNING, None)
     world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))  # D repeats P's
     world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 4, [9])])))
     assert client.tokens[0] == [5, 6, 7, 8, 9]

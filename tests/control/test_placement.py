@@ -8,7 +8,14 @@ from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import ModelInfo, Submission
 from relay.control.core import GatewayCore
-from relay.control.transitions import CHOICE_TRANSITIONS, WORKER_TRANSITIONS, ChoiceState, WorkerState
+from relay.control.transitions import (
+    ATTEMPT_TRANSITIONS,
+    CHOICE_TRANSITIONS,
+    WORKER_TRANSITIONS,
+    AttemptState,
+    ChoiceState,
+    WorkerState,
+)
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
 from relay.protocol.messages import CacheChanged, Cancel, Prefill, Refuse, Reserve, Run
@@ -308,10 +315,11 @@ def test_prefill_and_decode_of_a_request_have_equal_numerics() -> None:
 
 def test_tables_are_closed() -> None:
     """From every state that is not final, END, LOSE or STOP is possible; nothing leaves ENDED."""
-    for state in ChoiceState:
-        triggers = {trigger.name for source, trigger in CHOICE_TRANSITIONS if source is state}
-        assert ("END" in triggers) == (state is not ChoiceState.ENDED)
-        assert bool(triggers) == (state is not ChoiceState.ENDED)
+    for states, table in ((ChoiceState, CHOICE_TRANSITIONS), (AttemptState, ATTEMPT_TRANSITIONS)):
+        for state in states:
+            triggers = {trigger.name for source, trigger in table if source is state}
+            assert ("END" in triggers) == (state is not states.ENDED)
+            assert bool(triggers) == (state is not states.ENDED)
     for worker_state in WorkerState:
         assert "STOP" in {trigger.name for source, trigger in WORKER_TRANSITIONS if source is worker_state}
 

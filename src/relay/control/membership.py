@@ -72,6 +72,8 @@ class Membership:
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
             worker.heard_ns = now_ns
+            if worker.incarnation > 1:
+                self._state.breakers.workers[worker.id].start_slowly(now_ns)
             self._state.no_worker_since_ns = None  # here and not at the next tick: it may be dead again by then
             self._check_complete()
             self._dispatcher.pump(now_ns)
@@ -183,19 +185,21 @@ class Membership:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
         worker.served = worker.state in LIVE and not hung
         self._state.counters["workers_lost"] += 1
+        if worker.state is not WorkerState.DRAINING:
+            self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.last_cause = cause
-        worker.suspect = False
+        worker.suspect = worker.slow = False
         worker.exclusive = None
         worker.forget_cache()
-        worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
+        worker.victims = [(attempt.choice, len(attempt.choice.committed)) for attempt in worker.live]
         worker.explained = fence
         if not fence:
-            for choice in worker.live:
-                choice.unexplained += 1
-        for choice in list(worker.live):
-            if choice in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
+            for attempt in worker.live:
+                attempt.choice.unexplained += 1
+        for attempt in list(worker.live):
+            if attempt in worker.live:  # failing one request may have ended others of its choices
+                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -280,7 +284,7 @@ class Membership:
 
     def heartbeat(self, worker: Worker, beat: Heartbeat, now_ns: int) -> None:
         worker.heard_ns = now_ns
-        worker.beat = beat
+        worker.hear_beat(beat, now_ns)
         worker.suspect = False
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns
