@@ -545,37 +545,41 @@ def test_overlapping_entries_are_trimmed() -> None:
     assert client.tokens[0] == [5, 6, 7, 8]
 
 
-def test_tokens_of_d_before_those_of_p_are_kept_in_order() -> None:
-    """P's and D's connections are not ordered with each other."""
-    world = World(first, SPLIT).ready()
-    world.submit(LONG, max_tokens=8)
+def accepted_by_d(world: World) -> tuple[WorkerKey, WorkerKey]:
+    """(P, D) of request 1, which D has room for."""
     p, d = live_key(world, "prefill-0"), live_key(world, "decode-0")
-    client = world.clients[1]
-    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
     world._hear(d)
     world._speak(world.workers[d])
     assert isinstance(world.to_engine[p][0], Prefill)
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6])])))
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 2, [7, 8])])))
-    assert client.tokens[0] == []
-    world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
-    assert client.tokens[0] == [5, 6, 7, 8]
+    client = world.clients[1]
+    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
+    return p, d
+
+
+def test_d_reports_the_token_of_p_so_p_may_be_late() -> None:
+    """P's and D's connections are not ordered with each other."""
+    world = World(first, SPLIT).ready()
+    world.submit(LONG, max_tokens=8)
+    p, d = accepted_by_d(world)
+    client = world.clients[1]
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6, 7])])))
+    assert client.tokens[0] == [5, 6, 7]
     (attempt,) = world.core.state.requests[1].choices[0].attempts
     assert (attempt.number, attempt.state, attempt.prefill) == (1, AttemptState.RUNNING, None)
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))  # D repeats P's
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 4, [9])])))
-    assert client.tokens[0] == [5, 6, 7, 8, 9]
+    world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 3, [9])])))
+    assert client.tokens[0] == [5, 6, 7, 9]
 
 
-def test_what_d_says_early_is_bounded() -> None:
+def test_a_gap_in_what_d_says_ends_its_attempt() -> None:
     world = World(first, SPLIT).ready()
-    world.submit(LONG, max_tokens=300)
-    d = live_key(world, "decode-0")
-    world._hear(d)
-    world._speak(world.workers[d])
-    for position in range(1, 258):
-        world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, position, [1])])))
-    assert "the first token never came" in " ".join(world.core.story(1))
+    world.submit(LONG, max_tokens=8)
+    _, d = accepted_by_d(world)
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6])])))
+    assert world.clients[1].tokens[0] == []
+    assert "position 1 after 0" in " ".join(world.core.story(1))
+    assert world.core.state.requests[1].choices[0].find(1) is None
 
 
 def test_a_resumed_attempt_starts_from_prompt_and_committed_tokens() -> None:

@@ -290,7 +290,6 @@ class Dispatcher:
         for worker in attempt.workers:
             worker.unbook(attempt)
         attempt.move(AttemptTrigger.END, now_ns)
-        attempt.ahead.clear()
         attempt.choice.attempts.remove(attempt)
 
     def _doubt(self, choice: Choice, now_ns: int) -> None:
