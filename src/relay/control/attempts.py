@@ -29,6 +29,7 @@ class Attempt:
         "decode",
         "number",
         "prefill",
+        "solo_until",
         "start",
         "started_ns",
         "state",
@@ -36,13 +37,21 @@ class Attempt:
     )
 
     def __init__(
-        self, choice: Choice, number: int, decode: Worker, prefill: Worker | None, transfer: int, now_ns: int
+        self,
+        choice: Choice,
+        number: int,
+        decode: Worker,
+        prefill: Worker | None,
+        transfer: int,
+        solo_until: int,
+        now_ns: int,
     ) -> None:
         self.choice = choice
         self.number = number
         self.decode = decode
         self.prefill = prefill
         self.transfer = transfer  # 0 without P
+        self.solo_until = solo_until
         self.start = len(choice.committed)
         self.state = AttemptState.RUNNING if prefill is None else AttemptState.RESERVING
         self.started_ns = self.changed_ns = now_ns
@@ -77,6 +86,7 @@ class Attempt:
             params=submission.params,
             cache_salt=submission.cache_salt,
             capture=submission.capture,
+            solo_until=self.solo_until,
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from itertools import islice
 
-from relay.config import SECOND
 from relay.control.admission import cannot_fit
 from relay.control.attempts import Attempt
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
@@ -63,7 +62,8 @@ class Dispatcher:
         if prefill is not None:
             transfer = state.next_transfer
             state.next_transfer += 1
-        attempt = choice.begin(decode, prefill, transfer, now_ns)
+        solo_until = choice.request.suspicion.solo_until(state.config.retry.max_blames)
+        attempt = choice.begin(decode, prefill, transfer, solo_until, now_ns)
         hashes = choice.hashes(decode.numerics_id)
         decode.expect(attempt, hashes)
         if prefill is None:
@@ -165,14 +165,12 @@ class Dispatcher:
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
-        self._doubt(choice, now_ns)
         self._end(choice, now_ns)
 
     def fail(self, request: Request, failure: RequestFailure | None, now_ns: int) -> None:
         """End every choice; ``failure`` None: the client is gone, nobody is told."""
         for choice in request.choices:
             if choice.state is not ChoiceState.ENDED:
-                self._doubt(choice, now_ns)
                 self._abandon(choice, now_ns)
                 choice.move(Trigger.END)
         if self._state.requests.pop(request.id, None) is None:
@@ -206,7 +204,6 @@ class Dispatcher:
         self._cancel(attempt)
         self._leave(attempt, now_ns)
         if not choice.attempts:
-            self._state.release_exclusive(choice)
             choice.move(Trigger.REOPEN)
             self._state.queue.add_resumed(choice)
 
@@ -228,7 +225,7 @@ class Dispatcher:
             self._leave(attempt, now_ns)
         self._state.changed = True
         self._state.queue.remove(choice)
-        self._state.release_exclusive(choice)
+        choice.request.suspicion.clear(choice.index)
 
     def _leave(self, attempt: Attempt, now_ns: int) -> None:
         """Take the attempt off its workers: it is live no more."""
@@ -240,13 +237,6 @@ class Dispatcher:
         attempt.move(AttemptTrigger.END, now_ns)
         attempt.ahead.clear()
         attempt.choice.attempts.remove(attempt)
-
-    def _doubt(self, choice: Choice, now_ns: int) -> None:
-        """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""
-        if choice.blames:
-            for attempt in choice.attempts:
-                for worker in attempt.workers:
-                    worker.unsure_until_ns = now_ns + int(self._state.config.detector.step_deadline_s * SECOND)
 
     def _cancel(self, attempt: Attempt) -> None:
         for worker in attempt.workers:

@@ -98,9 +98,6 @@ class TokenPath:
             cached = self._first(choice, worker, entry)
         if choice.troubled:
             choice.progressed()
-            if worker.exclusive is choice and not choice.blames:
-                worker.exclusive = None
-                self._state.changed = True
         self._state.commands.append(
             Deliver(
                 choice.request.id,

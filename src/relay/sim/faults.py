@@ -88,13 +88,13 @@ def _freeze_all(world: "World") -> bool:
 def _slow(world: "World") -> bool:
     node = _pick(world)
     engine = node.running if node else None
-    if node is None or engine is None:
+    if node is None or engine is None or engine.slow > 1:
         return False
     world.harm(node.key.worker, "ten times slower")
-    engine.slow *= SLOW_FACTOR
+    engine.slow = SLOW_FACTOR
 
     def recover() -> None:
-        engine.slow = max(1, engine.slow // SLOW_FACTOR)
+        engine.slow = 1
 
     world.until_healed(_outage_ns(world), node.key.worker, recover)
     return True
