@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from relay import __version__
+from relay.cli.sim_directed import find, play
 from relay.errors import UsageError
-from relay.sim.mutants import MUTANTS, Mutant, seeds_needed
-from relay.sim.mutants import SEEDS as MUTANT_SEEDS
 from relay.sim.run import Run, run_seed, run_tape, sweep
 from relay.sim.tape import load
 
@@ -25,7 +24,11 @@ VIOLATION_STATUS = 1
 )
 @click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="With --seed: write its tape here.")
 @click.option("--mutants", is_flag=True, help="Plant each known bug in turn; all must be found.")
-@click.option("--mutant", "only", multiple=True, help="With --mutants: only those whose name contains this.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="With --mutants: only this one; can be given more than once."
+)
+@click.option("--scenario", metavar="NAME", help="Play this directed scenario, under --seed or under several seeds.")
+@click.option("--scenarios", is_flag=True, help="Play all directed scenarios.")
 @click.option("--story", is_flag=True, help="With --seed or --tape: print the last lines of the story, broken or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def sim(
@@ -36,18 +39,24 @@ def sim(
     record: Path | None,
     mutants: bool,
     only: tuple[str, ...],
+    scenario: str | None,
+    scenarios: bool,
     story: bool,
     as_json: bool,
 ) -> int:
     """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks (or a planted bug is not found)."""
+    if scenario is not None or scenarios:
+        if mutants or only or seeds is not None or tape is not None or (scenario is not None and scenarios):
+            raise UsageError("--scenario goes with --seed, --story and --json alone")
+        return play(scenario, seed, story, as_json)
     if sum(chosen is not None and chosen is not False for chosen in (seed, seeds, tape, mutants or None)) != 1:
-        raise UsageError("give one of --seed, --seeds, --tape and --mutants")
+        raise UsageError("give one of --seed, --seeds, --tape, --mutants, --scenario and --scenarios")
     if record is not None and seed is None:
         raise UsageError("--record goes with --seed")
     if only and not mutants:
-        raise UsageError("--mutant goes with --mutants")
+        raise UsageError("--only goes with --mutants")
     if mutants:
-        return _mutants(only, as_json)
+        return find(only, as_json)
     if seeds is not None:
         return _sweep(range(first, first + seeds), as_json)
     if tape is not None:
@@ -102,24 +111,6 @@ def _sweep(seeds: range, as_json: bool) -> int:
             f"{len(total.failures) or 'no'} violations; trace {total.trace_hash}"
         )
     return VIOLATION_STATUS if total.failures else 0
-
-
-def _mutants(only: tuple[str, ...], as_json: bool) -> int:
-    chosen: list[Mutant] = [m for m in MUTANTS if not only or any(part in m.name for part in only)]
-    if not chosen:
-        raise UsageError(f"no mutant is named like {', '.join(only)}")
-    needed: dict[str, int | None] = {}
-    for mutant in chosen:
-        needed[mutant.name] = seeds_needed(mutant)
-        if not as_json:
-            count = needed[mutant.name]
-            click.echo(
-                f"{mutant.name}: {f'found by seed {count - 1}' if count else f'not found in {MUTANT_SEEDS} seeds'}"
-            )
-    found = sum(count is not None for count in needed.values())
-    if as_json:
-        click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
-    return 0 if found == len(chosen) else VIOLATION_STATUS
 
 
 def _commit() -> str:

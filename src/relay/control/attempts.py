@@ -15,7 +15,8 @@ MAX_AHEAD_TOKENS = 256
 
 
 class Attempt:
-    """Attempt ``number`` of ``choice``, which begins after the first ``start`` generated tokens.
+    """Attempt ``number`` of ``choice``, which begins after the first ``start`` generated tokens: all that are committed, or fewer
+    when it shall say some of them again.
 
     ``decode`` is the worker that holds (or will hold) the sequence, ``prefill`` is P while it still matters: both phases on one
     worker have none. An attempt that ended is never used again; what still arrives for it finds no live attempt of its number.
@@ -27,6 +28,8 @@ class Attempt:
         "changed_ns",
         "choice",
         "decode",
+        "hedge",
+        "hedged",
         "number",
         "prefill",
         "solo_until",
@@ -40,6 +43,7 @@ class Attempt:
         self,
         choice: Choice,
         number: int,
+        start: int,
         decode: Worker,
         prefill: Worker | None,
         transfer: int,
@@ -52,9 +56,11 @@ class Attempt:
         self.prefill = prefill
         self.transfer = transfer  # 0 without P
         self.solo_until = solo_until
-        self.start = len(choice.committed)
+        self.start = start
         self.state = AttemptState.RUNNING if prefill is None else AttemptState.RESERVING
         self.started_ns = self.changed_ns = now_ns
+        self.hedge = False  # opened beside another one that was only doubted
+        self.hedged = False  # it had its hedge: a second one would not help
         self.ahead: list[TokenEntry] = []  # of D, while P's first token is still on its way here
 
     def move(self, trigger: AttemptTrigger, now_ns: int) -> None:
@@ -70,8 +76,18 @@ class Attempt:
         """Those it is booked on: P first."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
+    @property
+    def doubted(self) -> bool:
+        """Whether anything says that it may be on a bad worker."""
+        return any(worker.doubted for worker in self.workers)
+
     def on(self, worker: Worker) -> bool:
         return worker is self.decode or worker is self.prefill
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in ``work``."""
+        return len(self.choice.request.submission.token_ids) + self.start
 
     def work(self) -> Work:
         """What an engine is sent: the same for D and P, whatever was committed in between."""
@@ -88,11 +104,6 @@ class Attempt:
             capture=submission.capture,
             solo_until=self.solo_until,
         )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in ``work``."""
-        return len(self.choice.request.submission.token_ids) + self.start
 
     def __repr__(self) -> str:
         choice = self.choice

@@ -37,6 +37,8 @@ def _choice(state: ClusterState, choice: Choice) -> list[str]:
     numbers = [attempt.number for attempt in choice.attempts]
     if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > choice.num_attempts):
         found.append(f"{choice} has live attempts {numbers}")
+    if [attempt.hedge for attempt in choice.attempts] not in ([], [False], [False, True]):
+        found.append(f"{choice} has more than one live attempt and no hedge, or a hedge alone")
     workers = [worker.id for attempt in choice.attempts for worker in attempt.workers]
     if len(workers) != len(set(workers)):
         found.append(f"{choice} is more than once on one of {workers}")

@@ -69,6 +69,8 @@ class Membership:
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
             worker.heard_ns = now_ns
+            if worker.incarnation > 1:
+                self._state.breakers.workers[worker.id].start_slowly(now_ns)
             self._state.no_worker_since_ns = None  # here and not at the next tick: it may be dead again by then
             self._check_complete()
             self._dispatcher.pump(now_ns)
@@ -176,9 +178,11 @@ class Membership:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
         worker.served = worker.state in LIVE and not hung
         self._state.counters["workers_lost"] += 1
+        if worker.state is not WorkerState.DRAINING:
+            self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.last_cause = cause
-        worker.suspect = False
+        worker.suspect = worker.slow = False
         worker.forget_cache()
         if not fence:
             self._blame.await_report(worker)
@@ -249,7 +253,7 @@ class Membership:
 
     def heartbeat(self, worker: Worker, beat: Heartbeat, now_ns: int) -> None:
         worker.heard_ns = now_ns
-        worker.beat = beat
+        worker.hear_beat(beat, now_ns)
         worker.suspect = False
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from relay.config import SECOND
 from relay.control.admission import cannot_fit
 from relay.control.attempts import Attempt
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
@@ -38,10 +39,27 @@ class Dispatcher:
             for choice in list(islice(queue, SCAN_LIMIT)):
                 if choice.not_before_ns > now_ns or choice.state is not ChoiceState.WAITING:
                     continue
+                if choice.resumes and now_ns < self._state.resumes_wait_until_ns:
+                    continue
                 placement = self._router.choose(choice, now_ns)
-                if placement is not None:
+                if placement is not None and self._pays(choice, placement, now_ns):
                     self._place(choice, placement, now_ns)
                     progress = True
+
+    def _pays(self, choice: Choice, placement: Placement, now_ns: int) -> bool:
+        """Take a resume from the retry budget. With too little left, it and all resumes behind it wait."""
+        if not choice.resumes:
+            return True
+        state = self._state
+        budget, retry = state.retry_budget, state.config.retry
+        budget.pass_time(now_ns)
+        if budget.affords(placement.uncached):
+            budget.spend(placement.uncached)
+            return True
+        wait_ns = max(int(retry.backoff_s * SECOND), budget.wait_ns(placement.uncached))
+        state.resumes_wait_until_ns = now_ns + min(wait_ns, int(retry.max_backoff_s * SECOND))
+        state.counters["resumes_delayed"] += 1
+        return False
 
     def _place(self, choice: Choice, placement: Placement, now_ns: int) -> None:
         state = self._state
@@ -52,7 +70,19 @@ class Dispatcher:
             return
         state.queue.remove(choice)
         choice.move(Trigger.PLACE)
+        choice.resumes = False
         self._open(choice, placement, now_ns)
+
+    def hedge(self, attempt: Attempt, placement: Placement, now_ns: int) -> None:
+        """Open a second attempt beside ``attempt``, whose worker is doubted."""
+        choice = attempt.choice
+        attempt.hedged = True
+        self._state.counters["hedges"] += 1
+        self._state.counters["hedge_tokens"] += placement.uncached
+        doubted = " and ".join(worker.id for worker in attempt.workers if worker.doubted)
+        self._tell(choice, now_ns, f"attempt {attempt.number} gets a hedge: {doubted} is doubted")
+        choice.keep_evidence(attempt)
+        self._open(choice, placement, now_ns).hedge = True
 
     def _open(self, choice: Choice, placement: Placement, now_ns: int) -> Attempt:
         """One more live attempt, at ``placement``."""
@@ -114,24 +144,29 @@ class Dispatcher:
             return
         choice = attempt.choice
         self._state.counters[f"refused_{message.reason}"] += 1
-        if message.reason == "too_long":
+        others = len(choice.attempts) > 1
+        if message.reason == "too_long" and not others:
             text = f"{worker.id} cannot hold this request in its KV cache"
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
         if message.reason == "full":
-            self._close(attempt, now_ns, f"{worker.id} is full")
+            self.close(attempt, now_ns, f"{worker.id} is full")
             worker.full = worker.tight = True
+            if others:
+                return
             choice.full_since_ns = choice.full_since_ns or now_ns
             choice.troubled = True
             return
-        if message.reason == "draining":
-            self._close(attempt, now_ns, f"{worker.id} drains")
+        if message.reason in ("draining", "too_long"):
+            self.close(attempt, now_ns, f"{worker.id} refused: {message.reason}")
             return
         choice.transfer_failures += 1
+        self._state.breakers.workers[worker.id].failed(now_ns)
         self.reopen(attempt, now_ns, f"{worker.id} refused: {message.reason}")
 
     def reopen(self, attempt: Attempt, now_ns: int, cause: str, *, innocent: bool = False) -> None:
-        """The attempt failed: the next one starts from prompt and committed tokens, before new requests.
+        """The attempt failed: the next one starts from prompt and committed tokens, before new requests; or the choice goes on
+        with its other one.
 
         ``innocent``: its worker was lost. That is no failure of the attempt, waits for nothing, and is bounded far higher: only
         because nobody can tell a request that makes the kernel kill its engine from bad luck.
@@ -139,7 +174,6 @@ class Dispatcher:
         retry = self._state.config.retry
         choice = attempt.choice
         choice.troubled = True
-        self._state.counters["resumed"] += 1
         if innocent:
             choice.losses += 1
         else:
@@ -148,14 +182,40 @@ class Dispatcher:
             text = f"gave up after {choice.failures + choice.losses} attempts without a new token; the last: {cause}"
             self.fail(choice.request, RequestFailure(500, "retries_exhausted", text), now_ns)
             return
+        if len(choice.attempts) > 1:
+            self.close(attempt, now_ns, cause)
+            return
+        self._state.counters["resumed"] += 1
+        choice.resumes = True
         if choice.failures > 1 and not innocent:  # the first failover waits for nothing
             delay_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (choice.failures - 2))
             choice.not_before_ns = now_ns + int(delay_s * 1e9)
-        self._close(attempt, now_ns, cause)
+        self.close(attempt, now_ns, cause)
+
+    def close(self, attempt: Attempt, now_ns: int, cause: str) -> None:
+        """End one attempt. Its choice goes on with the other one if there is one, else it waits for a new place."""
+        choice = attempt.choice
+        self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
+        self._cancel(attempt)
+        self._leave(attempt, now_ns)
+        for survivor in choice.attempts:
+            survivor.hedge = False
+        if not choice.attempts:
+            choice.move(Trigger.REOPEN)
+            self._state.queue.add_resumed(choice)
+
+    def transfer_failed(self, attempt: Attempt, now_ns: int) -> None:
+        """KV of ``attempt`` did not reach D, or nobody knows whether it did. Counts against the link, if there is one."""
+        if attempt.prefill is None:
+            self._state.breakers.workers[attempt.decode.id].failed(now_ns)
+            return
+        attempt.choice.transfer_failures += 1
+        self._state.breakers.link_failed(attempt.prefill.id, attempt.decode.id, now_ns)
 
     def finish(self, attempt: Attempt, worker: Worker, now_ns: int) -> None:
         """The engine's last token of this choice was committed. Others that hold it are told."""
         choice = attempt.choice
+        self._state.breakers.workers[worker.id].succeeded(now_ns)
         for other in attempt.workers:
             if other is not worker or attempt.prefill is not None:
                 self._cancel_at(attempt, other)
@@ -165,6 +225,9 @@ class Dispatcher:
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
+        for attempt in choice.attempts:
+            if attempt.state is AttemptState.RUNNING:
+                self._state.breakers.workers[attempt.decode.id].succeeded(now_ns)
         self._end(choice, now_ns)
 
     def fail(self, request: Request, failure: RequestFailure | None, now_ns: int) -> None:
@@ -196,16 +259,6 @@ class Dispatcher:
             return None
         attempt = request.choices[message.choice].find(message.attempt)
         return attempt if attempt is not None and attempt.on(worker) else None
-
-    def _close(self, attempt: Attempt, now_ns: int, cause: str) -> None:
-        """End one attempt. Its choice goes on with the other one if there is one, else it waits for a new place."""
-        choice = attempt.choice
-        self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
-        self._cancel(attempt)
-        self._leave(attempt, now_ns)
-        if not choice.attempts:
-            choice.move(Trigger.REOPEN)
-            self._state.queue.add_resumed(choice)
 
     def _end(self, choice: Choice, now_ns: int) -> None:
         self._abandon(choice, now_ns)

@@ -12,6 +12,8 @@ from relay.protocol.block_hash import UNIT_TOKENS, root_hash, unit_hashes
 if TYPE_CHECKING:
     from relay.control.workers import Worker
 
+TokenLogprobs = tuple[float, list[tuple[int, float]]]  # of one token: its own and the top alternatives
+
 MAX_ATTEMPTS = 2  # live at once: one, and its hedge
 
 
@@ -25,6 +27,11 @@ class Choice:
     __slots__ = (
         "attempts",
         "committed",
+        "disagreements",
+        "disputed",
+        "distrusted",
+        "evidence",
+        "evidence_from",
         "failures",
         "full_since_ns",
         "index",
@@ -33,9 +40,11 @@ class Choice:
         "num_attempts",
         "numerics_id",
         "request",
+        "resumes",
         "state",
         "transfer_failures",
         "troubled",
+        "witnesses",
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -53,6 +62,14 @@ class Choice:
         self.transfer_failures = 0
         self.full_since_ns = 0
         self.not_before_ns = 0
+        self.resumes = False  # the next placement computes again what one before it had
+        # I4: what two attempts said of one position must be equal.
+        self.evidence: list[TokenLogprobs | None] = []  # of committed positions from ``evidence_from`` on
+        self.evidence_from = 0
+        self.witnesses: tuple[str, ...] = ()  # workers of the attempt whose positions those are
+        self.disagreements = 0
+        self.disputed: int | None = None  # the next attempt begins here: its word decides
+        self.distrusted: tuple[str, ...] = ()  # workers that disagreed about it
 
     def move(self, trigger: Trigger) -> None:
         """Take one transition of the table. An illegal one is a bug of the caller, not of a peer."""
@@ -65,7 +82,7 @@ class Choice:
         """A new live attempt from prompt and committed tokens."""
         assert len(self.attempts) < MAX_ATTEMPTS
         self.num_attempts += 1
-        attempt = Attempt(self, self.num_attempts, decode, prefill, transfer, solo_until, now_ns)
+        attempt = Attempt(self, self.num_attempts, self.start, decode, prefill, transfer, solo_until, now_ns)
         self.attempts.append(attempt)
         return attempt
 
@@ -77,19 +94,31 @@ class Choice:
         return None
 
     @property
+    def start(self) -> int:
+        """Generated tokens a new attempt starts from: all that are committed, but none that is disputed."""
+        return len(self.committed) if self.disputed is None else min(self.disputed, len(self.committed))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens a new attempt starts from: prompt and committed ones."""
-        return len(self.request.submission.token_ids) + len(self.committed)
+        return len(self.request.submission.token_ids) + self.start
 
     def hashes(self, numerics_id: str) -> list[bytes]:
-        """Unit hashes of prompt and committed tokens under one numerics id."""
+        """Unit hashes of what a new attempt starts from under one numerics id."""
         prompt = self.request.prompt_hashes(numerics_id)
-        if not self.committed:
+        committed = self.committed[: self.start]
+        if not committed:
             return prompt
         token_ids = self.request.submission.token_ids
         covered = len(prompt) * UNIT_TOKENS
         parent = prompt[-1] if prompt else root_hash(numerics_id, self.request.submission.cache_salt)
-        return prompt + unit_hashes(parent, token_ids[covered:] + self.committed)
+        return prompt + unit_hashes(parent, token_ids[covered:] + committed)
+
+    def keep_evidence(self, witness: Attempt) -> None:
+        """From here on another attempt than ``witness`` may speak of the same positions."""
+        self.witnesses = tuple(worker.id for worker in witness.workers)
+        if self.evidence_from + len(self.evidence) != len(self.committed):
+            self.evidence_from, self.evidence = len(self.committed), []
 
     def progressed(self) -> None:
         """A token was committed: forget the troubles before it."""
@@ -98,6 +127,7 @@ class Choice:
         if self.num_tokens > suspicion.ends.get(self.index, 0):
             suspicion.clear(self.index)
         self.troubled = self.index in suspicion.ends
+        self.disputed = None  # whoever began there has agreed with all that followed
 
     def __repr__(self) -> str:
         return f"<choice {self.request.id}.{self.index} attempt {self.num_attempts} {self.state.value}>"

@@ -10,6 +10,35 @@ from relay.control.transitions import AttemptState, AttemptTrigger
 from relay.control.workers import Worker
 from relay.protocol.messages import SequenceFailed, TokenEntry, Tokens
 
+MAX_DISAGREEMENTS = 2
+
+
+def first_difference(choice: Choice, entry: TokenEntry) -> int | None:
+    """The first position where ``entry``, which begins at or before the committed end, differs from what was committed.
+
+    Tokens are compared, logprobs where both are known, and an end that the committed tokens went past.
+    """
+    committed = choice.committed
+    for index, token in enumerate(entry.token_ids[: len(committed) - entry.position]):
+        position = entry.position + index
+        if committed[position] != token:
+            return position
+        at = position - choice.evidence_from
+        if entry.logprobs and 0 <= at < len(choice.evidence):
+            known = choice.evidence[at]
+            if known is not None and known != entry.logprobs[index]:
+                return position
+    if entry.finish is not None and entry.token_ids and entry.position + len(entry.token_ids) <= len(committed):
+        return entry.position + len(entry.token_ids) - 1
+    return None
+
+
+def undecided(choice: Choice) -> RequestFailure:
+    """The end of a request whose workers disagree."""
+    workers = ", ".join(choice.distrusted)
+    text = f"workers {workers} disagree on token {choice.disputed} of choice {choice.index}, and no other agrees with what was sent"
+    return RequestFailure(500, "token_disagreement", text)
+
 
 class TokenPath:
     """The hot path: one call for each engine step."""
@@ -48,6 +77,7 @@ class TokenPath:
         if attempt.state is not AttemptState.PREFILLING:
             return
         attempt.move(AttemptTrigger.PREFILL_TOKENS, now_ns)
+        self._state.breakers.workers[worker.id].succeeded(now_ns)
         self._commit(attempt, worker, entry, now_ns)
         ahead = attempt.ahead
         attempt.ahead = []
@@ -62,7 +92,7 @@ class TokenPath:
             self._commit(attempt, worker, entry, now_ns)
             return
         if attempt.state is AttemptState.RESERVING:
-            self._dispatcher.reopen(attempt, now_ns, f"{worker.id} sent tokens before it accepted")
+            self._broken(attempt, worker, "sent tokens before it accepted", now_ns)
             return
         if entry.position > len(attempt.choice.committed) and attempt.state is AttemptState.PREFILLING:
             attempt.ahead.append(entry)
@@ -71,6 +101,7 @@ class TokenPath:
             return
         attempt.move(AttemptTrigger.DECODE_TOKENS, now_ns)
         if attempt.prefill is not None:
+            self._state.breakers.link_succeeded(attempt.prefill.id, worker.id, now_ns)
             attempt.prefill.unbook(attempt)
             attempt.prefill = None
             self._state.changed = True
@@ -88,7 +119,7 @@ class TokenPath:
         token_ids = entry.token_ids
         problem = self._check(choice, entry)
         if problem:
-            self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {problem}")
+            self._broken(attempt, worker, problem, now_ns)
             return
         committed += token_ids
         if worker.live.get(attempt):
@@ -96,6 +127,8 @@ class TokenPath:
         cached = 0
         if position == 0:
             cached = self._first(choice, worker, entry)
+        if len(choice.attempts) > 1 or choice.disputed is not None:
+            choice.evidence += entry.logprobs or [None] * len(token_ids)
         if choice.troubled:
             choice.progressed()
         self._state.commands.append(
@@ -116,6 +149,18 @@ class TokenPath:
         self._state.counters["tokens"] += len(token_ids)
         if entry.finish is not None:
             self._dispatcher.finish(attempt, worker, now_ns)
+        elif len(choice.attempts) > 1:
+            self._race(attempt, now_ns)
+
+    def _race(self, attempt: Attempt, now_ns: int) -> None:
+        """``attempt`` of two has committed new tokens: a hedge wins by that, the older one only when nobody doubts it any more."""
+        older, hedge = attempt.choice.attempts
+        if attempt is hedge:
+            self._state.counters["hedges_won"] += 1
+            self._dispatcher.close(older, now_ns, f"attempt {hedge.number} is ahead")
+        elif not older.doubted:
+            older.hedged = False
+            self._dispatcher.close(hedge, now_ns, f"attempt {older.number} goes on")
 
     def _first(self, choice: Choice, worker: Worker, entry: TokenEntry) -> int:
         """Pin the numerics id; return the prompt tokens that were not computed."""
@@ -137,13 +182,15 @@ class TokenPath:
         choice = attempt.choice
         position = len(choice.committed)
         if entry.position > position or entry.position < 0:
-            self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: position {entry.position} after {position}")
+            self._broken(attempt, worker, f"position {entry.position} after {position}", now_ns)
             return None
         known = position - entry.position
-        if choice.committed[entry.position : entry.position + len(entry.token_ids)] != entry.token_ids[:known]:
-            self._state.counters["token_disagreements"] += 1
-            self._dispatcher.reopen(attempt, now_ns, f"{worker.id} disagrees with tokens already delivered")
+        wrong = first_difference(choice, entry)
+        if wrong is not None:
+            self._disagree(attempt, worker, wrong, now_ns)
             return None
+        if attempt.hedge:
+            self._state.hedge_budget.spend(min(known, len(entry.token_ids)))
         if len(entry.token_ids) <= known and entry.finish is None:
             return None
         return TokenEntry(
@@ -159,6 +206,34 @@ class TokenPath:
             kv_digests=entry.kv_digests,
         )
 
+    def _broken(self, attempt: Attempt, worker: Worker, problem: str, now_ns: int) -> None:
+        """``worker`` said what no healthy one says."""
+        self._state.breakers.workers[worker.id].failed(now_ns)
+        self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {problem}")
+
+    def _disagree(self, attempt: Attempt, worker: Worker, position: int, now_ns: int) -> None:
+        """I4 is broken: somebody computes wrongly. A third worker decides once; after that the request ends."""
+        state, choice = self._state, attempt.choice
+        live = [other.id for each in choice.attempts for other in each.workers]
+        parties = list(dict.fromkeys([worker.id, *live, *choice.witnesses]))
+        others = ", ".join(parties[1:]) or "itself"
+        text = f"{worker.id} and {others} disagree on token {position} of request {choice.request.id}, choice {choice.index}"
+        state.counters["token_disagreements"] += 1
+        state.alarm = text
+        state.story.tell(now_ns, choice.request.id, choice.index, f"ALARM: {text}")
+        for party in parties:
+            state.breakers.workers[party].failed(now_ns)
+        choice.disagreements += 1
+        choice.distrusted = tuple(dict.fromkeys([*choice.distrusted, *parties]))
+        choice.disputed = min(position, choice.start)
+        if choice.disagreements >= MAX_DISAGREEMENTS:
+            self._dispatcher.fail(choice.request, undecided(choice), now_ns)
+            return
+        for other in list(choice.attempts):
+            if other is not attempt:
+                self._dispatcher.close(other, now_ns, "disagreement")
+        self._dispatcher.reopen(attempt, now_ns, "disagreement: a third worker decides")
+
     def failed(self, worker: Worker, message: SequenceFailed, now_ns: int) -> None:
         """An attempt ended without finishing."""
         request = self._state.requests.get(message.request)
@@ -168,9 +243,11 @@ class TokenPath:
         if attempt is None or not attempt.on(worker):
             return
         if message.retry:
-            if attempt.prefill is not None:
-                attempt.choice.transfer_failures += 1
+            self._dispatcher.transfer_failed(attempt, now_ns)
             self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {message.reason}")
+            return
+        if len(attempt.choice.attempts) > 1:  # it may be the worker and not the request: the other one will tell
+            self._broken(attempt, worker, message.reason, now_ns)
             return
         text = f"the engine could not compute this request: {message.reason}"
         self._dispatcher.fail(request, RequestFailure(500, "engine_error", text), now_ns)

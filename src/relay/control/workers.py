@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relay.control.requests import Request
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
+STEP_MEMORY = 7  # the usual step is an average that forgets an eighth with each sample
 MAX_CACHED_UNITS = 1 << 20
 
 
@@ -40,8 +41,11 @@ class Worker:
         # failure detection
         self.heard_ns = 0
         self.beat: Heartbeat | None = None
+        self.beat_ns = 0
+        self.step_ns = 0  # usual length of its steps, as heartbeats tell; 0: not known yet
         self.frozen_since_ns = 0
-        self.suspect = False
+        self.suspect = False  # silent
+        self.slow = False  # its present step takes far too long
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
@@ -89,6 +93,19 @@ class Worker:
     def can_reserve(self) -> bool:
         return self.has_room and not self.full and not (self.tight and self.reserving)
 
+    @property
+    def doubted(self) -> bool:
+        """Something may be wrong here: others are preferred, and what runs here may get a second attempt."""
+        return self.suspect or self.slow
+
+    def hear_beat(self, beat: Heartbeat, now_ns: int) -> None:
+        """Remember the heartbeat, and learn from two of them how long a step usually takes."""
+        before = self.beat
+        if before is not None and before.phase == beat.phase == "stepping" and beat.step > before.step:
+            sample_ns = (now_ns - self.beat_ns) // (beat.step - before.step)
+            self.step_ns = (STEP_MEMORY * self.step_ns + sample_ns) // (STEP_MEMORY + 1) if self.step_ns else sample_ns
+        self.beat, self.beat_ns = beat, now_ns
+
     def move(self, trigger: WorkerTrigger, now_ns: int) -> None:
         """Take one transition of the table."""
         target = WORKER_TRANSITIONS.get((self.state, trigger))
@@ -104,8 +121,9 @@ class Worker:
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
         self.beat = None
+        self.step_ns = 0
         self.frozen_since_ns = 0
-        self.suspect = False
+        self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
         self.blamed = False

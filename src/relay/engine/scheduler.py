@@ -324,6 +324,11 @@ class Scheduler:
             counters=self._counters.as_dict(),
         )
 
+    @property
+    def num_preemptions(self) -> int:
+        """Of this scheduler's life."""
+        return self._counters.preemptions
+
     def cache_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(added, removed) prefix-cache unit hashes since the last call."""
         return self.space.cache.changes()

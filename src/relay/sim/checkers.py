@@ -5,7 +5,7 @@ it in ``audit`` (every 50 ms of virtual time) and ``quiesced`` (at the end).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from relay.config import SECOND
 from relay.control import commands as c
@@ -32,8 +32,9 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
+    "I4": "attempts agree on every position",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "an attempt runs on one worker, and P and D of it are one each",
+    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
     "I8": "every held block, sequence and transfer has a live owner",
     "I9": "blocks: free + used + cached = total",
@@ -43,13 +44,25 @@ STATEMENTS = {
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
     "I15": "the gateway's own stall is not others' death",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
+    "scenario": "what a directed scenario demands of its own",
     "core": "the cores' own invariants hold and no core raises",
 }
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-_Fingerprint = tuple[int, int]
+
+class _Fingerprint(NamedTuple):
+    """What of a choice only its own attempts may move."""
+
+    committed: int
+    attempts: tuple[tuple[int, AttemptState], ...]
+    state: ChoiceState
+
+
+def _fingerprint(choice: Choice) -> _Fingerprint:
+    attempts = tuple((attempt.number, attempt.state) for attempt in choice.attempts)
+    return _Fingerprint(len(choice.committed), attempts, choice.state)
 
 
 def worker_patience_s(world: "World") -> float:
@@ -83,6 +96,8 @@ class Checkers:
             entries = [message]
         else:
             return
+        stale: dict[Choice, _Fingerprint] = {}
+        rightful: dict[Choice, None] = {}
         for entry in entries:
             choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
@@ -90,18 +105,21 @@ class Checkers:
             attempt = choice.find(entry.attempt)
             if current is None or attempt is None or not attempt.on(current):
                 self._world.kernel.sometimes("stale message")
-                self._stale.append((choice, (len(choice.committed), choice.num_attempts)))
+                stale[choice] = _fingerprint(choice)
+            else:
+                rightful[choice] = None
+        self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        for choice, (committed, attempt) in self._stale:
-            if len(choice.committed) != committed:
+        if self._world.gateway.core.state.alarm:
+            raise Violation("I4", self._world.gateway.core.state.alarm)
+        for choice, before in self._stale:
+            after = _fingerprint(choice)
+            if after.committed != before.committed:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            if (
-                choice.num_attempts == attempt
-                and choice.state is ChoiceState.ENDED
-                and not self._ended_by_others(choice)
-            ):
-                raise Violation("I3", f"{choice} was ended by an attempt that is over")
+            waited = before.state is ChoiceState.WAITING  # then the queue may have let it go after this event
+            if after != before and not waited and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was {before.state.value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
@@ -276,11 +294,11 @@ class Checkers:
                 raise Violation("detection", f"{attempt} has had no answer for {age_ns / SECOND:.1f} s")
 
     def _transfers(self, engine: EngineProcess) -> None:
-        """No transfer outlives its lease."""
+        """No transfer outlives its lease, whatever keeps its peer from being heard."""
         if engine.stopped:
             return
         now_ns = self._world.kernel.now_ns
-        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        awake_ns = now_ns - engine.awake_since_ns
         for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
             if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
                 raise Violation(
@@ -300,6 +318,8 @@ class Checkers:
         self._core_state()
         if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
             raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
+        if not world.num_faults and state.counters["hedges"]:
+            raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
         if state.requests or len(state.queue):
             raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
         if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):

@@ -145,10 +145,22 @@ def _partition_full(world: "World") -> bool:
 
 
 def _partition_kv(world: "World") -> bool:
-    first, second = _pick(world), _pick(world)
-    if first is None or second is None or first is second:
-        return False
-    return _partition(world, [(first.key.worker, second.key.worker)])
+    """Between two workers of which one sends KV to the other, where there are such; in either direction."""
+    pairs = [
+        (node.key.worker, target)
+        for node in world.workers.values()
+        if node.running is not None
+        for target in node.running.transport.targets()
+    ]
+    if not pairs:
+        first, second = _pick(world), _pick(world)
+        if first is None or second is None or first is second:
+            return False
+        pairs = [(first.key.worker, second.key.worker)]
+    source, target = world.kernel.tape.of(pairs, "pair")
+    if world.kernel.tape.below(2, "direction"):
+        source, target = target, source
+    return _partition(world, [(source, target)])
 
 
 def _jitter(world: "World") -> bool:

@@ -23,6 +23,7 @@ from relay.engine.block_pool import BlockPool
 from relay.engine.kv_space import KvSpace
 from relay.engine.prefix_cache import PrefixCache
 from relay.engine.scheduler import Scheduler
+from relay.errors import UsageError
 from relay.sim.run import run_seed
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
@@ -341,6 +342,14 @@ MUTANTS = (
     Mutant("leases never expire on D", Receiver, "tick", _nothing),
     Mutant("preempted prompts not announced anew", WorkerCore, "_revoke_preempted", _nothing),
 )
+
+
+def by_name(name: str) -> Mutant:
+    """Raises UsageError with all names for one that is unknown."""
+    found = next((mutant for mutant in MUTANTS if mutant.name == name), None)
+    if found is None:
+        raise UsageError(f"no mutant is named {name!r}; there are {', '.join(mutant.name for mutant in MUTANTS)}")
+    return found
 
 
 @contextmanager

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from relay.sim.checkers import STATEMENTS
 from relay.sim.kernel import Violation
+from relay.sim.swarm import Swarm
 from relay.sim.tape import ForeignTape, Tape
 from relay.sim.world import World, fault_counts
 
@@ -25,15 +27,18 @@ class Failure:
     now_ns: int
     events: int
     story: list[str]
+    scenario: str = ""
 
     def report(self) -> str:
+        name = f"scenario {self.scenario}, " if self.scenario else ""
+        option = f"--scenario {self.scenario} " if self.scenario else ""
         lines = [
-            f"seed {self.seed}: {self.invariant} is broken after {self.events} events, at {self.now_ns / 1e6:.3f} ms",
+            f"{name}seed {self.seed}: {self.invariant} is broken after {self.events} events, at {self.now_ns / 1e6:.3f} ms",
             f"  {self.invariant}: {STATEMENTS.get(self.invariant, 'the simulation itself')}",
             f"  {self.text}",
             "the story:",
             *[f"  {line}" for line in self.story],
-            f"replay: relay sim --seed {self.seed}",
+            f"replay: relay sim {option}--seed {self.seed}",
         ]
         return "\n".join(lines)
 
@@ -80,21 +85,36 @@ class Sweep:
         }
 
 
-def run_tape(tape: Tape) -> Run:
+class Script(Protocol):
+    """What may take the place of drawn requests and faults: a directed scenario."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def swarm(self) -> Swarm: ...
+
+    def run(self, world: World) -> None: ...
+
+
+def run_tape(tape: Tape, script: Script | None = None) -> Run:
     """Play one tape through. A broken invariant is in ``failure``; a tape that does not fit raises ForeignTape."""
     world: World | None = None
     failure = None
     try:
-        world = World(tape)
-        world.run()
+        world = World(tape, script.swarm if script else None)
+        if script is None:
+            world.run()
+        else:
+            script.run(world)
     except ForeignTape:
         raise
     except Violation as violation:
-        failure = _failure(tape, world, violation.invariant, violation.text)
+        failure = _failure(tape, world, violation.invariant, violation.text, script)
     except Exception as error:  # whatever a core raises is a finding
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno} in {where.name})"
-        failure = _failure(tape, world, "core", text)
+        failure = _failure(tape, world, "core", text, script)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
     kernel = world.kernel
@@ -139,8 +159,9 @@ def sweep(seeds: Iterable[int], progress: Callable[[Run], None] | None = None, m
     return total
 
 
-def _failure(tape: Tape, world: World | None, invariant: str, text: str) -> Failure:
+def _failure(tape: Tape, world: World | None, invariant: str, text: str, script: Script | None) -> Failure:
+    name = script.name if script else ""
     if world is None:
-        return Failure(tape.seed, invariant, text, 0, 0, [])
+        return Failure(tape.seed, invariant, text, 0, 0, [], name)
     kernel = world.kernel
-    return Failure(tape.seed, invariant, text, kernel.now_ns, kernel.events, kernel.story(STORY_LINES))
+    return Failure(tape.seed, invariant, text, kernel.now_ns, kernel.events, kernel.story(STORY_LINES), name)

@@ -17,7 +17,7 @@ from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network
-from relay.sim.swarm import FAULTS, MS
+from relay.sim.swarm import FAULTS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
 from relay.sim.workload import Workload
@@ -36,9 +36,10 @@ NEXT_NUMERICS = "numerics-2"
 class World:
     """Owns everything; ``run`` plays it through and raises ``Violation``."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
+        """``swarm`` None: drawn from the tape."""
         self.kernel = Kernel(tape)
-        self.swarm = drawing.draw(tape)
+        self.swarm = swarm or drawing.draw(tape)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -50,6 +51,7 @@ class World:
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
+        self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
         self._calm_ns: dict[str, int] = {}
@@ -74,29 +76,41 @@ class World:
 
     def run(self) -> None:
         """The whole run. Raises Violation; any other exception is one of a core and a violation too."""
-        kernel, swarm = self.kernel, self.swarm
+        self.warm()
+        self._chaos()
+        self.settle()
+
+    def warm(self) -> None:
+        """From nothing to a complete cluster."""
         self.gateway.handle(e.Started())
-        kernel.after(AUDIT_NS, self._audit)
-        self._until(lambda: self.complete, WARM_NS, "the cluster never became complete")
+        self.kernel.after(AUDIT_NS, self._audit)
+        self.until(lambda: self.complete, WARM_NS, "the cluster never became complete")
         self.phase = "chaos"
+
+    def _chaos(self) -> None:
+        """Requests arrive, faults happen."""
+        kernel, swarm = self.kernel, self.swarm
         self._to_submit = swarm.requests
         kernel.after(self._gap(swarm.mean_arrival_ms), self._arrive)
         if swarm.faults:
             kernel.after(self._gap(swarm.mean_fault_ms), self._fault)
         end_ns = kernel.now_ns + swarm.chaos_ms * MS
-        self._until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
+        self.until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
+
+    def settle(self) -> None:
+        """Everything heals, every request ends, every worker is ready and serves, nothing is left."""
         self._heal()
-        self._until(self._all_ended, LIVENESS_NS, "", "I5")
-        self._until(self._all_ready, LIVENESS_NS, "", "I12")
+        self.until(self._all_ended, LIVENESS_NS, "", "I5")
+        self.until(self._all_ready, LIVENESS_NS, "", "I12")
         self.phase = "probes"
         for _ in range(PROBES):
-            self._submit(self.workload.probe(), Expectation(probe=True, faults_before=self.num_faults))
-        self._until(self._all_ended, LIVENESS_NS, "", "I5")
+            self.submit(self.workload.probe(), Expectation(probe=True, faults_before=self.num_faults))
+        self.until(self._all_ended, LIVENESS_NS, "", "I5")
         self.phase = "quiesce"
-        self._until(self._quiet, QUIESCE_NS, "")
+        self.until(self._quiet, QUIESCE_NS, "")
         self.checkers.quiesced()
 
-    def _until(self, done: Callable[[], bool], bound_ns: int, text: str, invariant: str = "") -> None:
+    def until(self, done: Callable[[], bool], bound_ns: int, text: str, invariant: str = "") -> None:
         """Run events until ``done``; after ``bound_ns`` it is a violation of ``invariant`` (or simply time, without one)."""
         kernel = self.kernel
         limit_ns = kernel.now_ns + bound_ns
@@ -143,12 +157,12 @@ class World:
         self._poison_left -= poison
         self.num_poison += poison
         submission = self.workload.submission(self.kernel.now_ns, poison)
-        self.gateway.run(self._submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
+        self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
         if self._to_submit:
             gap_ns = self._gap(self.swarm.mean_arrival_ms)
             self.kernel.after(gap_ns, self._arrive)
 
-    def _submit(self, submission: Submission, expectation: Expectation) -> None:
+    def submit(self, submission: Submission, expectation: Expectation) -> Client:
         request = self._next_request
         self._next_request += 1
         client = Client(request, submission, expectation, self.oracles)
@@ -163,6 +177,7 @@ class World:
             params.max_tokens,
         )
         self.gateway.handle(e.RequestSubmitted(request, submission))
+        return client
 
     def disconnect(self, client: Client) -> None:
         self.kernel.tell("request {}: client disconnects", client.request)
@@ -195,7 +210,7 @@ class World:
 
     def _maybe_stop(self, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
-        if choice not in client.finished and self.kernel.tape.chance(10, "stop string"):
+        if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
             self.gateway.handle(e.ChoiceFinished(client.request, choice))
@@ -266,8 +281,8 @@ class World:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
     def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        if engine.core.held and engine.scheduler.load().counters["preemptions"]:
-            self.kernel.sometimes("preempted")
+        if engine.scheduler.num_preemptions:
+            self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
 
     def poisoned(self) -> None:
@@ -319,12 +334,17 @@ class World:
 
     def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
         """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
+        number = self.lasting(undo, (host,) if other is None else (host, other))
+        self.kernel.after(duration_ns, self.recover, number)
+
+    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
+        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
         number = self._next_heal
         self._next_heal += 1
-        self._heals[number] = (undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self._undo, number)
+        self._heals[number] = (undo, hosts)
+        return number
 
-    def _undo(self, number: int) -> None:
+    def recover(self, number: int) -> None:
         undo, hosts = self._heals.pop(number, (None, ()))
         if undo is not None:
             undo()
@@ -340,7 +360,7 @@ class World:
             if node.running is not None:
                 node.running.fail_rows = 0
         for number in list(self._heals):
-            self._undo(number)
+            self.recover(number)
 
 
 def fault_counts(world: World) -> dict[str, int]:

@@ -16,8 +16,8 @@ from zlib import crc32
 
 from relay.protocol.messages import ComputedRow
 
-Phase = Literal["starting", "loading", "ready", "stepping", "draining"]
-PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining")
+Phase = Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
+PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining", "compiling")
 MAX_ROWS = 1 << 16  # of a manifest: as many as a step may have tokens
 MAX_IN_FLIGHT = 2
 _WORD = 8
