@@ -15,6 +15,7 @@ from relay.protocol.messages import (
     EngineExited,
     Heartbeat,
     Run,
+    SequenceFailed,
     TokenEntry,
     Tokens,
     Work,
@@ -214,6 +215,25 @@ def test_hangs_count_like_crashes() -> None:
     world.settle()
     assert world.clients[2].finished
     assert world.core.state.counters["workers_lost"] == 3
+
+
+def test_a_hang_that_is_not_noticed_yet_does_not_spread() -> None:
+    """Found by `relay sim --seed 1664`: each attempt ended for want of its KV, and the next hung another engine."""
+    world = World(first, MANY).ready()
+    world.submit(LONG)
+    choice = world.core.state.requests[1].choices[0]
+    hung = []
+    for number in (1, 2):
+        hung.append(choice.attempts[0].decode.key)
+        beat = Heartbeat(1, "stepping", 900, "R", [ComputedRow(1, 0, number, 160)], True)
+        world.handle(e.WorkerMessage(hung[-1], beat))
+        world.handle(e.WorkerMessage(hung[-1], SequenceFailed(1, 0, number, "source silent", True)))
+    assert choice.state is ChoiceState.WAITING, "a third engine must wait for what becomes of two"
+    world.now_ns += SECOND // 20  # its back-off
+    world.handle(e.WorkerMessage(hung[0], Heartbeat(2, "ready", 0, "S")))
+    assert choice.state is ChoiceState.PLACED, "the first was only slow"
+    world.settle()
+    assert world.clients[1].finished
 
 
 def test_a_hang_and_a_kill_of_one_life_are_one_blame() -> None:

@@ -72,7 +72,20 @@ class Blame:
             text = f"{max_blames} engines crashed or hung while computing this request (the last, alone: {how})"
             self._dispatcher.fail(request, RequestFailure(500, "quarantined", text), now_ns)
 
-    # --- losses that nobody has explained yet -----------------------------------------------------------------------
+    # --- what nobody has explained yet ------------------------------------------------------------------------------
+
+    def long_step(self, worker: Worker, rows: Iterable[ComputedRow]) -> None:
+        """The step of ``worker`` with ``rows`` takes long: it may hang, which counts as a loss until it ends.
+
+        An attempt may end before that, because its KV does not come; the next must not hang engine after engine meanwhile.
+        """
+        for request in worker.long_step:
+            request.suspicion.unexplained -= 1
+            self._state.changed = True
+        requests = self._state.requests
+        worker.long_step = list({requests[row.request]: None for row in rows if row.request in requests})
+        for request in worker.long_step:
+            request.suspicion.unexplained += 1
 
     def await_report(self, worker: Worker) -> None:
         """``worker`` was lost and its agent may still say why: until then that counts against all it had."""

@@ -15,7 +15,9 @@ def violations(state: ClusterState) -> list[str]:
             found.append(f"request {request.id} is kept without an open choice")
         if len(open_choices) != request.open_choices:
             found.append(f"request {request.id} counts {request.open_choices} open choices, has {len(open_choices)}")
-        if request.suspicion.unexplained != sum(request in worker.unexplained for worker in state.workers.values()):
+        if request.suspicion.unexplained != sum(
+            (request in worker.unexplained) + (request in worker.long_step) for worker in state.workers.values()
+        ):
             found.append(f"request {request.id} counts {request.suspicion.unexplained} unexplained losses")
         for choice in request.choices:
             found += _choice(state, choice)

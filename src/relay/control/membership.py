@@ -184,6 +184,7 @@ class Membership:
         worker.last_cause = cause
         worker.suspect = worker.slow = False
         worker.forget_cache()
+        self._blame.long_step(worker, ())
         if not fence:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
@@ -261,6 +262,8 @@ class Membership:
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0
+        if beat.manifest or worker.long_step:
+            self._blame.long_step(worker, beat.manifest)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
             how = f"no progress in a step for {beat.phase_age_ms} ms"

@@ -145,11 +145,11 @@ class Suspicion:
     def __init__(self) -> None:
         self.blames = 0
         self.ends: dict[int, int] = {}
-        self.unexplained = 0  # engines just lost under it, whose agents have not said yet why
+        self.unexplained = 0  # engines just lost under it, whose agents have not said why, and those that may hang
 
     @property
     def total(self) -> int:
-        """Failover is faster than the agents' reports: a loss that is not explained yet counts as a crash until it is."""
+        """Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is."""
         return self.blames + self.unexplained
 
     def clear(self, choice: int) -> None:

@@ -49,6 +49,7 @@ class Worker:
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
+        self.long_step: list[Request] = []  # what its engine computes in a step that may hang
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.exit: LauncherExited | None = None
