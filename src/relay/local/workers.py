@@ -10,6 +10,7 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.protocol.messages import Role
+from relay.worker.last_word import find_last_word
 from relay.worker.spec import WorkerSpec, encode_spec
 
 
@@ -96,7 +97,8 @@ class LocalWorkers:
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:
-            self._shell.launcher_exited(worker, end.status, end.signal, end.reason)
+            word = find_last_word(end.last_lines, 0)
+            self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 
 def _name(worker: WorkerKey) -> str:
