@@ -3,8 +3,8 @@
 Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path.
 Either process dying ends the other: the engine has PR_SET_PDEATHSIG, the agent holds the engine's pidfd. The agent ends too when a
 gateway's connection ends. With ``--launcher`` it has PR_SET_PDEATHSIG too, so that it ends with its launcher even while it is
-stopped. That signal comes when the *thread* that started the agent ends: only a launcher that starts agents from a thread of its own
-length of life may ask for it.
+stopped. That signal comes when the *thread* that started the agent ends: only a launcher whose starting thread lives as long as
+itself may ask for it.
 SIGTERM drains the engine; a second one kills it.
 """
 
