@@ -49,7 +49,7 @@ from relay.control.events import (
 )
 from relay.control.record import Recorder
 from relay.ids import WorkerKey, first_id
-from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_CONNECTIONS = 1024
 logger = logging.getLogger("relay.gateway")
@@ -225,8 +225,15 @@ class GatewayShell:
 
     # --- events in ------------------------------------------------------------------------------------------------
 
-    def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
-        self._handle(LauncherExited(worker, status, signal, reason))
+    def launcher_exited(
+        self,
+        worker: WorkerKey,
+        status: int | None,
+        signal: int | None,
+        reason: str = "",
+        engine: EngineExited | None = None,
+    ) -> None:
+        self._handle(LauncherExited(worker, status, signal, reason, engine))
 
     def worker_started(self, worker: WorkerKey) -> None:
         """The launcher has started this incarnation, perhaps for another gateway."""

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from relay.control import events as e
 from relay.ids import WorkerKey
+from relay.protocol.messages import EngineExited
 from relay.sim.clients import Client
 from relay.sim.gateway import GatewayNode
 
@@ -54,7 +55,7 @@ class Supervisor:
         for worker in self._world.workers.values():
             node.handle(e.WorkerStarted(worker.key))
             if worker.exit is not None:
-                node.handle(e.LauncherExited(worker.key, *worker.exit))
+                node.launcher_exited(worker.key, *worker.exit)
         node.handle(e.Started())
 
     def start_worker(self, node: GatewayNode, key: WorkerKey, role: str, cause: str) -> None:
@@ -63,18 +64,23 @@ class Supervisor:
         if present is not None and present.key.incarnation >= key.incarnation:
             node.run(node.handle, e.WorkerStarted(present.key))
             if present.exit is not None:
-                node.run(node.handle, e.LauncherExited(present.key, *present.exit))
+                node.launcher_exited(present.key, *present.exit)
             return
         if present is not None and len(self.nodes) > 1:
             present.sigkill()
         self._world.launch(key, role, cause)
+        self._world.kernel.after(
+            0, self._started, node, key
+        )  # after what is being told now: the end of the life before
+
+    def _started(self, node: GatewayNode, key: WorkerKey) -> None:
         for other in self.nodes.values():
             if other is not node:
                 other.run(other.handle, e.WorkerStarted(key))
 
-    def exited(self, key: WorkerKey, status: int | None, signal: int | None) -> None:
+    def exited(self, key: WorkerKey, status: int | None, signal: int | None, last_word: EngineExited | None) -> None:
         for node in self.nodes.values():
-            node.launcher_exited(key, status, signal)
+            node.launcher_exited(key, status, signal, last_word)
 
     # --- clients --------------------------------------------------------------------------------------------------
 
