@@ -10,8 +10,8 @@ from typing import Any
 
 from relay.control import admission
 from relay.control.attempts import Attempt
-from relay.control.commands import SendToEngine
 from relay.control.blame import Blame
+from relay.control.commands import SendToEngine
 from relay.control.detector import Detector
 from relay.control.membership import Membership
 from relay.control.placement import Dispatcher
