@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.attempts import MAX_AHEAD_TOKENS
 from relay.control.invariants import violations
 from relay.control.requests import Choice
 from relay.control.state import LIVE
@@ -158,9 +157,6 @@ class Checkers:
         have = len(client.tokens[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
-        for attempt in choice.attempts:
-            if sum(len(early.token_ids) for early in attempt.ahead) > MAX_AHEAD_TOKENS:
-                raise Violation("I10", f"{attempt} keeps {len(attempt.ahead)} early entries")
 
     def _core_state(self) -> None:
         self.full_checks += 1

@@ -88,14 +88,14 @@ def _freeze_all(world: "World") -> bool:
 def _slow(world: "World") -> bool:
     node = _pick(world)
     engine = node.running if node else None
-    if node is None or engine is None:
+    if node is None or engine is None or engine.slow > 1:
         return False
     factor = world.kernel.tape.of(SLOW_FACTORS, "slow factor")
     world.harm(node.key.worker, f"{factor} times slower")
-    engine.slow *= factor
+    engine.slow = factor
 
     def recover() -> None:
-        engine.slow = max(1, engine.slow // factor)
+        engine.slow = 1
 
     world.until_healed(_outage_ns(world), node.key.worker, recover)
     return True

@@ -67,6 +67,7 @@ class Swarm:
     requests: int
     chaos_ms: int
     poison: int  # requests that crash every engine
+    poison_hangs: bool = False  # or keep its step from ending
 
     @property
     def kv_tokens(self) -> int:
@@ -107,7 +108,8 @@ def draw(tape: Tape) -> Swarm:
         mean_arrival_ms=of((2, 20, 100), "arrival_ms"),
         requests=between(3, 24, "requests"),
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
-        poison=1 if tape.chance(100, "poison") else 0,
+        poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
+        poison_hangs=tape.chance(300, "poison hangs"),
     )
 
 
