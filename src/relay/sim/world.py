@@ -84,6 +84,12 @@ class World:
             self.checkers.after_gateway,
         )
 
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
+        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        told.sort(key=lambda line: line[0])
+        return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
+
     # --- the plot -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
