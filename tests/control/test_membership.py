@@ -227,6 +227,17 @@ def test_own_stall_is_not_the_death_of_others() -> None:
     assert world.core.state.counters["own_stalls"] == 1
 
 
+def test_own_stall_before_the_first_tick() -> None:
+    """Found by the scenario master-stall: workers were ready, and then the gateway slept before it had ever ticked."""
+    world = World(first, ONE).ready()
+    assert world.now_ns < SECOND // 10
+    world.now_ns += 30 * SECOND
+    del world.timers[("tick", "")]
+    world.handle(e.TimerFired(("tick", "")))
+    assert state(world, "worker-0") is WorkerState.READY
+    assert world.core.state.counters["own_stalls"] == 1
+
+
 def test_frozen_engine() -> None:
     world = World(first, ONE).ready()
     key = live_key(world, "worker-0")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import click
 
+from relay.cli.sim_directed import find, play
 from relay.errors import UsageError
 from relay.record.commit import commit
 from relay.record.frames import Recording, read
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
-from relay.sim.mutants import MUTANTS, Mutant, by_name, planted, seeds_needed
-from relay.sim.mutants import SEEDS as MUTANT_SEEDS
+from relay.sim.mutants import by_name, planted
 from relay.sim.run import Failure, Run, run_tape
 from relay.sim.shrink import BUDGET_S, shrink
 from relay.sim.swarm import FAULTS
@@ -57,12 +57,10 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 )
 @click.option("--mutants", is_flag=True, help="Plant each known bug in turn; all must be found.")
 @click.option(
-    "--only",
-    "--mutant",
-    "only",
-    multiple=True,
-    help="Mutants whose names contain this; with --seed: the one to plant.",
+    "--only", multiple=True, metavar="NAME", help="Only this mutant, several times if need be; with --seed: plant it."
 )
+@click.option("--scenario", metavar="NAME", help="Play this directed scenario, under --seed or under several seeds.")
+@click.option("--scenarios", is_flag=True, help="Play all directed scenarios.")
 @click.option("--story", is_flag=True, help="With --seed or --tape: print the last lines of the story, broken or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def sim(
@@ -79,13 +77,19 @@ def sim(
     shrinks: bool | None,
     mutants: bool,
     only: tuple[str, ...],
+    scenario: str | None,
+    scenarios: bool,
     story: bool,
     as_json: bool,
 ) -> int:
     """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks, or a planted bug is not found."""
+    if scenario is not None or scenarios:
+        if mutants or only or seeds is not None or tape is not None or (scenario is not None and scenarios):
+            raise UsageError("--scenario goes with --seed, --story and --json alone")
+        return play(scenario, seed, story, as_json)
     sweeping = seeds is not None or (time_limit is not None and not mutants)
     if sum((seed is not None, sweeping, tape is not None, mutants)) != 1:
-        raise UsageError("give one of --seed, --seeds (or --time-limit), --tape and --mutants")
+        raise UsageError("give one of --seed, --seeds (or --time-limit), --tape, --mutants, --scenario and --scenarios")
     for flag, given in (("--record", record), ("--directed", directed)):
         if given is not None and seed is None:
             raise UsageError(f"{flag} goes with --seed")
@@ -95,7 +99,7 @@ def sim(
         raise UsageError("--fresh goes with --seeds or --time-limit")
     cores = len(os.sched_getaffinity(0))
     if mutants:
-        return _mutants(_chosen(only), as_json)
+        return find(only, as_json)
     if sweeping:
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
@@ -103,7 +107,9 @@ def sim(
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
     edits = _direction(directed) if directed is not None else Edits()
-    name = _chosen(only)[0].name if only else ""
+    if len(only) > 1:
+        raise UsageError("--seed takes one --only")
+    name = by_name(only[0]).name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
     run = _play(played, story)
     if record is not None:
@@ -133,13 +139,6 @@ def _direction(text: str) -> Edits:
         if name not in known:
             raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
     return directed_edits(fault, moment)
-
-
-def _chosen(only: tuple[str, ...]) -> list[Mutant]:
-    chosen = [mutant for mutant in MUTANTS if not only or any(part in mutant.name for part in only)]
-    if not chosen:
-        raise UsageError(f"no mutant is named like {', '.join(only)}; there are {', '.join(m.name for m in MUTANTS)}")
-    return chosen
 
 
 def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
@@ -219,16 +218,3 @@ def _print(total: Sweep, fill: bool) -> None:
     click.echo(
         f"any of them again: relay sim --seed N; all: relay sim --seeds {total.seeds} --first-seed {total.first}"
     )
-
-
-def _mutants(chosen: list[Mutant], as_json: bool) -> int:
-    needed: dict[str, int | None] = {}
-    for mutant in chosen:
-        needed[mutant.name] = count = seeds_needed(mutant)
-        if not as_json:
-            text = f"found by seed {count - 1}" if count else f"not found in {MUTANT_SEEDS} seeds"
-            click.echo(f"{mutant.name}: {text}")
-    found = sum(count is not None for count in needed.values())
-    if as_json:
-        click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
-    return 0 if found == len(chosen) else VIOLATION_STATUS

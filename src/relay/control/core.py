@@ -191,6 +191,7 @@ class GatewayCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _started(self, event: Started, now_ns: int) -> None:
+        self._detector.started(now_ns)
         for worker in self.state.workers.values():
             self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))

@@ -15,7 +15,11 @@ class Detector:
         self._state = state
         self._membership = membership
         self._dispatcher = dispatcher
-        self._last_tick_ns: int | None = None
+        self._last_tick_ns = 0  # or the start, before the first tick
+
+    def started(self, now_ns: int) -> None:
+        """Ticks begin; a first one that is late is judged like any other."""
+        self._last_tick_ns = now_ns
 
     def tick(self, now_ns: int) -> None:
         self._forgive_own_stall(now_ns)
@@ -26,8 +30,6 @@ class Detector:
         """A tick far too late means that we slept: what was unheard in that time says nothing about others."""
         config = self._state.config
         last, self._last_tick_ns = self._last_tick_ns, now_ns
-        if last is None:
-            return
         late_ns = now_ns - last - int(config.tick_s * SECOND)
         if late_ns > config.detector.own_stall_s * SECOND:
             self._state.counters["own_stalls"] += 1

@@ -1,7 +1,7 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
@@ -23,9 +23,15 @@ class LocalWorkers:
         model_digest: str,
         on_line: Callable[[str, str], None],
         *,
+        workers: Sequence[str] = (),
         perturb: Mapping[str, str] | None = None,
     ) -> None:
-        """``perturb``: worker id → perturbation, for ``relay verify --inject`` alone."""
+        """``workers``: all ids, in the order in which they take ``config.devices`` in turn; each knows how many share its own.
+
+        ``perturb``: worker id → perturbation, for ``relay verify --inject`` alone.
+        """
+        devices = config.devices
+        self._devices = {worker: devices[index % len(devices)] for index, worker in enumerate(workers)}
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -62,6 +68,7 @@ class LocalWorkers:
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
+        device = self._devices.get(worker.worker, config.devices[0])
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,
@@ -71,13 +78,16 @@ class LocalWorkers:
             model_digest=self._model_digest,
             backend=config.backend,
             threads=config.threads,
-            kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "bfloat16" else "float32",
+            device=device,
+            gpu_memory_fraction=config.gpu_memory_utilization / max(1, list(self._devices.values()).count(device)),
+            kv_cache_dtype=config.resolved_kv_dtype,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             growth_tokens=config.growth_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            transport=config.transport,
             perturb=self._perturb.get(worker.worker, ""),
             record=str(config.record.absolute()) if config.record else "",
         )

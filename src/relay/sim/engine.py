@@ -5,7 +5,6 @@ The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn ha
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
@@ -33,24 +32,12 @@ from relay.worker.commands import (
 )
 from relay.worker.core import WorkerCore
 from relay.worker.events import DrainRequested, Event, GatewayLost, OrderReceived, StepFinished, TimerFired
+from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 
 LOOP_NS = 20_000  # from an event to the turn that handles it
 TICK_NS = 250_000_000
 MODEL_DIGEST = "hash-model"
-
-
-class Page:
-    """The status page that the agent reads."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.phase = "ready"
-        self.since_ns = 0
-        self.draining = False
-
-    def set_phase(self, phase: str, now_ns: int) -> None:
-        self.phase, self.since_ns = phase, now_ns
 
 
 class EngineProcess(Process):
@@ -75,7 +62,8 @@ class EngineProcess(Process):
         self.numerics = numerics
         self.slow = 1
         self.fail_rows = 0  # the next step with at least so many rows raises; 0: none
-        self.page = Page()
+        self.page = StatusPage.open("")
+        self.page.set_phase("ready", kernel.now_ns)
         self._network = network
         self._swarm = swarm
         self._exited = exited
@@ -89,8 +77,7 @@ class EngineProcess(Process):
         self.core = WorkerCore(swarm.worker, self.scheduler, self.runner.kv_digests)
         identity = Identity(key.worker, key.incarnation, MODEL_DIGEST, numerics, LAYOUT)
         self.transport = SimTransport(network, identity, self.backend, self.post, swarm.transfer, self, self.guard)
-        page: Any = self.page
-        self._steps = StepThread(self.runner, self.transport, LAYERS, page, self.post, self)
+        self._steps = StepThread(self.runner, self.transport, LAYERS, self.page, self.post, self)
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
@@ -169,7 +156,8 @@ class EngineProcess(Process):
                 self._observe(self, event)
         if self.alive:
             self._carry_out(self.core.advance(self.now_ns()))
-            self.page.draining = self.core.draining
+            if self.core.draining:
+                self.page.set_draining()
 
     def _tick(self) -> None:
         self.kernel.events += 1
@@ -215,7 +203,7 @@ class EngineProcess(Process):
             return
         self._stepping = True
         step = self._queue.popleft()
-        self.page.set_phase("stepping", self.now_ns())
+        self.page.begin_step(step.manifest, self.now_ns())
         cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
         duration_ns = cost_ns * self.slow
         with self.kernel.tape.within(self._name):
@@ -240,7 +228,7 @@ class EngineProcess(Process):
             event = self._execute(step)
             if event is None:
                 return
-        self.page.step += 1
+        self.page.finish_step()
         self._stepping = False
         if not self._queue:
             self.page.set_phase("ready", self.now_ns())

@@ -345,10 +345,10 @@ MUTANTS = (
 
 
 def by_name(name: str) -> Mutant:
-    """Raises UsageError for one that is unknown."""
+    """Raises UsageError with all names for one that is unknown."""
     found = next((mutant for mutant in MUTANTS if mutant.name == name), None)
     if found is None:
-        raise UsageError(f"no mutant is called {name!r}")
+        raise UsageError(f"no mutant is named {name!r}; there are {', '.join(mutant.name for mutant in MUTANTS)}")
     return found
 
 

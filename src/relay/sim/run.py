@@ -81,7 +81,7 @@ def replay_command(seed: int, edits: Edits, scenario: str = "", mutant: str = ""
     if edits.directed is not None:
         options.append(f"--directed '{edits.directed[0]}:{edits.directed[1]}'")
     if mutant:
-        options.append(f"--mutant '{mutant}'")
+        options.append(f"--only '{mutant}'")
     return f"relay sim {' '.join(options)}"
 
 

@@ -14,6 +14,8 @@ from relay.sim.process import Process
 from relay.sim.swarm import Swarm
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event
+from relay.worker.status_page import manifest_for
+from relay.worker.step_age import LONG_STEP_MS, StepAge
 
 EXIT_NS = 1_000_000  # from a process's end to the event that tells of it
 
@@ -41,6 +43,7 @@ class WorkerNode:
         self.agent = Process(kernel)
         self.engine: EngineProcess | None = None
         self._terminations = 0
+        self._step_age = StepAge(dict)
         self._decoder = FrameDecoder(GatewayToAgent)
         self._side: Side | None = None
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
@@ -91,10 +94,12 @@ class WorkerNode:
         if engine is None:
             self._send(Heartbeat(0, "loading", 0, "S"))
         elif engine.alive:
-            page = engine.page
-            age_ms = (self._kernel.now_ns - page.since_ns) // 1_000_000
-            phase = "draining" if page.draining else page.phase
-            self._send(Heartbeat(page.step, phase, age_ms, "T" if engine.stopped else "S"))  # type: ignore[arg-type]
+            now_ns, page = self._kernel.now_ns, engine.page
+            state = "T" if engine.stopped else "S"
+            step, phase, age_ms = page.read(now_ns)
+            age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
+            rows = page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
+            self._send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, 0)))
         self.agent.after(HEARTBEAT_NS, self._beat)
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -111,7 +116,8 @@ class WorkerNode:
         self.agent.after(EXIT_NS, self._report_engine, status, signal)
 
     def _report_engine(self, status: int | None, signal: int | None) -> None:
-        self._send(EngineExited(status, signal))
+        rows = self.engine.page.manifest() if self.engine is not None else []
+        self._send(EngineExited(status, signal, *manifest_for(rows, 0)))
         if signal == 15 and self._terminations:
             status, signal = 0, None
         self._end_agent(status if status is not None else 128 + (signal or 0), None)

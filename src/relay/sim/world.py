@@ -58,6 +58,7 @@ class World:
         self.step_errors = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
+        self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
         self._calm_ns: dict[str, int] = {}
@@ -230,7 +231,7 @@ class World:
 
     def _maybe_stop(self, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
-        if choice not in client.finished and self.kernel.tape.chance(10, "stop string"):
+        if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
             self.gateway.handle(e.ChoiceFinished(client.request, choice))
@@ -340,12 +341,17 @@ class World:
 
     def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
         """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
+        number = self.lasting(undo, (host,) if other is None else (host, other))
+        self.kernel.after(duration_ns, self.recover, number)
+
+    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
+        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
         number = self._next_heal
         self._next_heal += 1
-        self._heals[number] = (undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self._undo, number)
+        self._heals[number] = (undo, hosts)
+        return number
 
-    def _undo(self, number: int) -> None:
+    def recover(self, number: int) -> None:
         undo, hosts = self._heals.pop(number, (None, ()))
         if undo is not None:
             undo()
@@ -361,7 +367,7 @@ class World:
             if node.running is not None:
                 node.running.fail_rows = 0
         for number in list(self._heals):
-            self._undo(number)
+            self.recover(number)
 
 
 def fault_counts(world: World) -> dict[str, int]:

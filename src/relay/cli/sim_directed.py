@@ -1,0 +1,50 @@
+"""``relay sim --mutants`` and ``--scenario``: what is planted or staged on purpose."""
+
+import json
+
+import click
+
+from relay.sim.mutants import MUTANTS, SEEDS, by_name, seeds_needed
+from relay.sim.scenarios import catalogue
+
+SCENARIO_SEEDS = 10
+
+
+def find(only: tuple[str, ...], as_json: bool) -> int:
+    """Plant mutants in turn. 0 if all were found."""
+    mutants = [by_name(name) for name in only] if only else list(MUTANTS)
+    needed: dict[str, int | None] = {}
+    for mutant in mutants:
+        count = needed[mutant.name] = seeds_needed(mutant)
+        if not as_json:
+            click.echo(f"{mutant.name}: " + (f"found by seed {count - 1}" if count else f"not found in {SEEDS} seeds"))
+    found = sum(count is not None for count in needed.values())
+    if as_json:
+        click.echo(json.dumps({"mutants": len(mutants), "found": found, "seeds_needed": needed}))
+    return 0 if found == len(mutants) else 1
+
+
+def play(name: str | None, seed: int | None, story: bool, as_json: bool) -> int:
+    """Play one scenario or all of them, under one seed or several. 0 if nothing broke."""
+    scenarios = [catalogue.by_name(name)] if name is not None else list(catalogue.SCENARIOS)
+    seeds = range(SCENARIO_SEEDS) if seed is None else range(seed, seed + 1)
+    broken = 0
+    answers = []
+    for scenario in scenarios:
+        runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
+        failures = [run.failure for run in runs if run.failure is not None]
+        broken += len(failures)
+        events = sum(run.events for run in runs)
+        answers.append(
+            {"scenario": scenario.name, "seeds": len(runs), "events": events, "violations": len(failures)}
+            | {"violating_seeds": [failure.seed for failure in failures], "trace_hash": runs[-1].trace_hash}
+        )
+        for failure in failures:
+            click.echo(failure.report(), err=as_json)
+        if not as_json:
+            click.echo(f"{scenario.name}: {len(runs)} seeds, {events} events, {len(failures) or 'no'} violations")
+        if story and not failures:
+            click.echo("\n".join(runs[-1].story), err=as_json)
+    if as_json:
+        click.echo(json.dumps({"scenarios": answers, "violations": broken}))
+    return 1 if broken else 0
