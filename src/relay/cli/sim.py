@@ -8,14 +8,15 @@ from pathlib import Path
 
 import click
 
-from relay.cli.sim_directed import find, play
+from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
 from relay.record.commit import commit
 from relay.record.frames import Recording, read
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
-from relay.sim.mutants import by_name, planted
+from relay.sim.mutants import MUTANTS, Mutant, by_name, planted, seeds_needed
+from relay.sim.mutants import SEEDS as MUTANT_SEEDS
 from relay.sim.run import Failure, Run, run_tape
 from relay.sim.shrink import BUDGET_S, shrink
 from relay.sim.swarm import FAULTS
@@ -57,7 +58,11 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 )
 @click.option("--mutants", is_flag=True, help="Plant each known bug in turn; all must be found.")
 @click.option(
-    "--only", multiple=True, metavar="NAME", help="Only this mutant, several times if need be; with --seed: plant it."
+    "--only",
+    "--mutant",
+    "only",
+    multiple=True,
+    help="Mutants whose names contain this; with --seed: the one to plant.",
 )
 @click.option("--scenario", metavar="NAME", help="Play this directed scenario, under --seed or under several seeds.")
 @click.option("--scenarios", is_flag=True, help="Play all directed scenarios.")
@@ -84,8 +89,18 @@ def sim(
 ) -> int:
     """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks, or a planted bug is not found."""
     if scenario is not None or scenarios:
-        if mutants or only or seeds is not None or tape is not None or (scenario is not None and scenarios):
-            raise UsageError("--scenario goes with --seed, --story and --json alone")
+        others = (
+            seeds,
+            time_limit,
+            directed,
+            tape,
+            record,
+            mutants or None,
+            only or None,
+            (scenario and scenarios) or None,
+        )
+        if any(other is not None for other in others):
+            raise UsageError("--scenario and --scenarios go with --seed, --story and --json alone")
         return play(scenario, seed, story, as_json)
     sweeping = seeds is not None or (time_limit is not None and not mutants)
     if sum((seed is not None, sweeping, tape is not None, mutants)) != 1:
@@ -99,7 +114,7 @@ def sim(
         raise UsageError("--fresh goes with --seeds or --time-limit")
     cores = len(os.sched_getaffinity(0))
     if mutants:
-        return find(only, as_json)
+        return _mutants(_chosen(only), as_json)
     if sweeping:
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
@@ -107,9 +122,7 @@ def sim(
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
     edits = _direction(directed) if directed is not None else Edits()
-    if len(only) > 1:
-        raise UsageError("--seed takes one --only")
-    name = by_name(only[0]).name if only else ""
+    name = _chosen(only)[0].name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
     run = _play(played, story)
     if record is not None:
@@ -139,6 +152,14 @@ def _direction(text: str) -> Edits:
         if name not in known:
             raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
     return directed_edits(fault, moment)
+
+
+def _chosen(only: tuple[str, ...]) -> list[Mutant]:
+    exact = [mutant for mutant in MUTANTS if mutant.name in only]
+    chosen = exact or [mutant for mutant in MUTANTS if not only or any(part in mutant.name for part in only)]
+    if not chosen:
+        raise UsageError(f"no mutant is named like {', '.join(only)}; there are {', '.join(m.name for m in MUTANTS)}")
+    return chosen
 
 
 def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
@@ -218,3 +239,16 @@ def _print(total: Sweep, fill: bool) -> None:
     click.echo(
         f"any of them again: relay sim --seed N; all: relay sim --seeds {total.seeds} --first-seed {total.first}"
     )
+
+
+def _mutants(chosen: list[Mutant], as_json: bool) -> int:
+    needed: dict[str, int | None] = {}
+    for mutant in chosen:
+        needed[mutant.name] = count = seeds_needed(mutant)
+        if not as_json:
+            text = f"found by seed {count - 1}" if count else f"not found in {MUTANT_SEEDS} seeds"
+            click.echo(f"{mutant.name}: {text}")
+    found = sum(count is not None for count in needed.values())
+    if as_json:
+        click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
+    return 0 if found == len(chosen) else VIOLATION_STATUS

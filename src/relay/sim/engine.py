@@ -11,7 +11,7 @@ from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
 from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
-from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, HashBackend
+from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, EngineHang, HashBackend
 from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
 from relay.sim.network import Network, Side
@@ -53,7 +53,6 @@ class EngineProcess(Process):
         numerics: str,
         exited: Callable[[int | None, int | None], None],
         observe: "Callable[[EngineProcess, Event], None]",
-        poisoned: Callable[[], None],
     ) -> None:
         super().__init__(kernel)
         self.key = key
@@ -68,7 +67,8 @@ class EngineProcess(Process):
         self._swarm = swarm
         self._exited = exited
         self._observe = observe
-        self._poisoned = poisoned
+        self.poisoned = False  # a poison request crashed it
+        self.hung = False  # a poison request keeps its step from ending
         limits: SchedulerLimits = swarm.scheduler
         self.backend = HashBackend(numerics, self._trouble)
         self.backend.allocate_kv(limits.num_blocks, limits.block_size, "float32")
@@ -219,8 +219,11 @@ class EngineProcess(Process):
         try:
             return StepFinished(self._steps.execute(step))
         except EngineCrash:
-            self._poisoned()
+            self.poisoned = True
             self.end(None, 11)
+            return None
+        except EngineHang:
+            self.hung = True
             return None
 
     def _finish_step(self, step: StartStep, event: StepFinished | None) -> None:
@@ -237,7 +240,7 @@ class EngineProcess(Process):
 
     def _trouble(self, token_ids: list[int], rows: int) -> None:
         if POISON in token_ids:
-            raise EngineCrash
+            raise EngineHang if self._swarm.poison_hangs else EngineCrash
         if self.fail_rows and rows >= self.fail_rows:
             self.kernel.sometimes("a step of several rows raised" if rows > 1 else "a step of one row raised")
             self.fail_rows = 0
