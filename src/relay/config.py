@@ -4,23 +4,26 @@
 constants of the modules they bound. Times are seconds here and become integer nanoseconds where pure code uses them.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from relay.errors import UsageError
 
-BackendName = Literal["cpu", "reference"]
-BACKENDS: tuple[BackendName, ...] = ("cpu", "reference")
-DTYPES = ("auto", "float32")  # of activations
+BackendName = Literal["cpu", "cuda", "reference"]
+BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
+DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
+TransportName = Literal["auto", "tcp", "shm"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
 MAX_BLOCK_SIZE = 1 << 12
 MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
-REFERENCE_STEP_DEADLINE_S = 600.0
+STEP_DEADLINE_S = 10.0
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
@@ -39,7 +42,7 @@ class DetectorConfig:
     dead_after_s: float = 1.5
     frozen_after_s: float = 0.5  # engine stopped (state T) this long, as its agent reads it
     start_deadline_s: float = 180.0  # launch to both connections: loading and compiling have their own long deadline
-    step_deadline_s: float = 10.0  # one engine step, not counting what it waited for a processor
+    step_deadline_s: float = STEP_DEADLINE_S  # one engine step, not counting what it waited for a processor
     answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
     handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
     own_stall_s: float = (
@@ -74,7 +77,7 @@ class RetryConfig:
 
     max_failures: int = 8
     max_losses: int = 100  # workers killed under it, which is nobody's fault
-    max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
+    max_blames: int = 3  # crashes and hangs of the engine that computed it; the last one in a step of its own
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
@@ -158,6 +161,25 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendDefaults:
+    """What suits a backend where the user says nothing. ``kv_cache_memory_bytes`` 0: what the device has left."""
+
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    step_deadline_s: float = STEP_DEADLINE_S
+
+
+DEFAULTS: dict[BackendName, BackendDefaults] = {
+    "cpu": BackendDefaults(),
+    "cuda": BackendDefaults(64, 256, 8192, 0, "bfloat16", step_deadline_s=2.0),
+    "reference": BackendDefaults(step_deadline_s=600.0),  # an interpreter is no engine to hurry
+}
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """What one worker is given; None means that the worker's own default for the model applies."""
 
@@ -170,14 +192,18 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
+    transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
     record: Path | None = None  # folder for recordings of the cores, see record/
+    devices: tuple[str, ...] = ("cuda:0",)  # of the cuda backend; workers take them in turn
+    gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
         _check(
             0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
         )
+        _check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
         _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         _check(
             self.kv_cache_dtype in KV_DTYPES,
@@ -197,7 +223,61 @@ class WorkerConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
-        _check(self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive")
+        _check(
+            self.kv_cache_memory_bytes > 0 or (self.backend == "cuda" and self.kv_cache_memory_bytes == 0),
+            "--kv-cache-memory must be positive",
+        )
+        _check(
+            0 < self.gpu_memory_utilization <= 1,
+            f"--gpu-memory-utilization must be over 0 and at most 1, not {self.gpu_memory_utilization:g}",
+        )
+        _check(
+            bool(self.devices) and all(re.fullmatch(r"cuda:\d{1,3}", device) for device in self.devices),
+            f"--device must be cuda:N, or several with commas, not {','.join(self.devices)!r}",
+        )
+        if self.backend == "cuda":
+            _check(
+                self.kv_cache_dtype in ("auto", "bfloat16"), "--kv-cache-dtype: the cuda backend keeps KV in bfloat16"
+            )
+            _check(self.dtype in ("auto", "bfloat16"), "--dtype: the cuda backend computes in bfloat16")
+            _check(
+                self.block_size & (self.block_size - 1) == 0,
+                f"--block-size: the cuda backend needs a power of two, not {self.block_size}",
+            )
+        else:
+            _check(self.dtype != "bfloat16", f"--dtype bfloat16 needs --backend cuda, not {self.backend}")
+
+    @classmethod
+    def of(cls, backend: BackendName, **values: Any) -> "WorkerConfig":
+        """``backend``'s defaults under ``values``; a value of None counts as not given. Raises UsageError."""
+        defaults = DEFAULTS[backend]
+        given = {name: value for name, value in values.items() if value is not None}
+        usual = {
+            "block_size": defaults.block_size,
+            "max_num_seqs": defaults.max_num_seqs,
+            "max_num_batched_tokens": max(defaults.max_num_batched_tokens, given.get("max_num_seqs", 0)),
+            "kv_cache_memory_bytes": defaults.kv_cache_memory_bytes,
+        }
+        if "max_num_batched_tokens" in given:
+            usual["max_num_seqs"] = min(usual["max_num_seqs"], given["max_num_batched_tokens"])
+        return cls(backend=backend, **{**usual, **given})
+
+    @property
+    def resolved_kv_dtype(self) -> Literal["float32", "bfloat16"]:
+        """``kv_cache_dtype`` with "auto" resolved."""
+        return "bfloat16" if self.kv_cache_dtype == "bfloat16" else DEFAULTS[self.backend].kv_cache_dtype
+
+    @property
+    def kv_bytes_per_value(self) -> int:
+        return 2 if self.resolved_kv_dtype == "bfloat16" else 4
+
+
+def control_for(backend: BackendName, control: ControlConfig) -> ControlConfig:
+    """``control`` with a step deadline that ``backend`` can meet, where nobody chose another."""
+    detector = control.detector
+    if detector.step_deadline_s != STEP_DEADLINE_S:
+        return control
+    return replace(control, detector=replace(detector, step_deadline_s=DEFAULTS[backend].step_deadline_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +295,18 @@ class ServeConfig:
     cache_dir: Path | None = None
     log_level: str = "info"
     grace_s: float = 30.0
+    worker_port: int = 0  # of the listener that workers dial
+    worker_address: str | None = None  # what they dial instead, where something stands in between
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        _check(0 <= self.worker_port <= 65535, f"--worker-port must be between 0 and 65535, not {self.worker_port}")
+        _check(
+            self.worker_address is None or re.fullmatch(r"tcp://\S+:\d{1,5}", self.worker_address) is not None,
+            f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
+        )
         _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
         _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
@@ -228,11 +315,8 @@ class ServeConfig:
         _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
 
     def resolved_control(self) -> ControlConfig:
-        """``control``, with a step deadline that the backend can meet: the reference interpreter is no engine to hurry."""
-        if self.worker.backend != "reference":
-            return self.control
-        detector = replace(self.control.detector, step_deadline_s=REFERENCE_STEP_DEADLINE_S)
-        return replace(self.control, detector=detector)
+        """``control`` with the step deadline of the backend, unless another one was set."""
+        return control_for(self.worker.backend, self.control)
 
     @property
     def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:

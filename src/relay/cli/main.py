@@ -15,6 +15,7 @@ COMMANDS = {
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
     "model": ("relay.cli.model", "model", "Models on this machine."),
     "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),
+    "chaos": ("relay.cli.chaos", "chaos", "Kill real workers; compare every answer."),
     "verify": ("relay.cli.verify", "verify", "Compare every path bit for bit."),
 }
 

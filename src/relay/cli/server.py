@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.record import Recorder
 from relay.control.shell import GatewayShell
-from relay.errors import DoesNotFitError, StartupError, UsageError
+from relay.errors import DoesNotFitError, PortInUseError, StartupError, UsageError
 from relay.local.workers import LocalWorkers
 
 if TYPE_CHECKING:
@@ -117,14 +118,20 @@ class Server:
             eos_token_ids=model.config.eos_token_ids,
         )
         log = WorkerLog(self._console, hold=config.log_level != "debug")
-        workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
+        workers = LocalWorkers(
+            config.worker,
+            str(model.pack.path),
+            model.digest,
+            log.line,
+            workers=[worker for worker, _ in config.slots],
+        )
         folder = config.worker.record
         recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
         shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers, recorder=recorder)
         workers.attach(shell)
         http: HttpServer | None = None
         try:
-            workers.gateway = await shell.listen()
+            workers.gateway = await self._listen(shell)
             started = time.monotonic()
             shell.start()
             with self._phases.measure("api"):
@@ -144,6 +151,17 @@ class Server:
             await workers.close(0.0 if self._hurry.is_set() else STOP_GRACE_S)
             await shell.close()
         return 0
+
+    async def _listen(self, shell: GatewayShell) -> str:
+        """Open the workers' listener; returns the address they are told. Raises PortInUseError."""
+        port = self._config.worker_port
+        try:
+            address = await shell.listen(port=port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortInUseError(f"--worker-port {port} is already in use") from error
+        return self._config.worker_address or address
 
     def _context(self, model: "LoadedModel") -> int:
         """The longest sequence asked for, or the model's. Raises UsageError for more than the model can."""
@@ -173,10 +191,11 @@ class Server:
         if asked <= holds:
             return
         if self._config.worker.max_model_len is not None:
-            size = self._config.worker.kv_cache_memory_bytes
-            raise DoesNotFitError(
-                f"--max-model-len {asked} does not fit: a KV cache of {size} bytes (--kv-cache-memory) holds {holds} tokens"
-            )
+            worker = self._config.worker
+            size = f"of {worker.kv_cache_memory_bytes} bytes (--kv-cache-memory)"
+            if not worker.kv_cache_memory_bytes:
+                size = f"in {worker.gpu_memory_utilization:g} of the GPU's memory (--gpu-memory-utilization)"
+            raise DoesNotFitError(f"--max-model-len {asked} does not fit: a KV cache {size} holds {holds} tokens")
         shell.limit_context(holds)
 
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:

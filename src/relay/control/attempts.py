@@ -29,6 +29,7 @@ class Attempt:
         "hedged",
         "number",
         "prefill",
+        "solo_until",
         "start",
         "started_ns",
         "state",
@@ -43,6 +44,7 @@ class Attempt:
         decode: Worker,
         prefill: Worker | None,
         transfer: int,
+        solo_until: int,
         now_ns: int,
     ) -> None:
         self.choice = choice
@@ -50,6 +52,7 @@ class Attempt:
         self.decode = decode
         self.prefill = prefill
         self.transfer = transfer  # 0 without P
+        self.solo_until = solo_until
         self.start = start
         self.state = AttemptState.RUNNING if prefill is None else AttemptState.RESERVING
         self.started_ns = self.changed_ns = now_ns
@@ -95,6 +98,7 @@ class Attempt:
             params=submission.params,
             cache_salt=submission.cache_salt,
             capture=submission.capture,
+            solo_until=self.solo_until,
         )
 
     def __repr__(self) -> str:

@@ -120,9 +120,6 @@ class TokenPath:
             choice.evidence += entry.logprobs or [None] * len(token_ids)
         if choice.troubled:
             choice.progressed()
-            if worker.exclusive is choice and not choice.blames:
-                worker.exclusive = None
-                self._state.changed = True
         self._state.commands.append(
             Deliver(
                 choice.request.id,

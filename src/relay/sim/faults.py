@@ -11,7 +11,7 @@ from relay.sim.worker import WorkerNode
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-SLOW_FACTOR = 10
+SLOW_FACTORS = (10, 80)
 CRASH_SIGNAL = 11
 STALL_MS = 2000
 
@@ -89,13 +89,14 @@ def _freeze_all(world: "World") -> bool:
 def _slow(world: "World") -> bool:
     node = _pick(world)
     engine = node.running if node else None
-    if node is None or engine is None:
+    if node is None or engine is None or engine.slow > 1:
         return False
-    world.harm(node.key.worker, "ten times slower")
-    engine.slow *= SLOW_FACTOR
+    factor = world.kernel.tape.of(SLOW_FACTORS, "slow factor")
+    world.harm(node.key.worker, f"{factor} times slower")
+    engine.slow = factor
 
     def recover() -> None:
-        engine.slow = max(1, engine.slow // SLOW_FACTOR)
+        engine.slow = 1
 
     world.until_healed(_outage_ns(world), node.key.worker, recover)
     return True

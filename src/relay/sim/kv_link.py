@@ -1,6 +1,6 @@
 """KV connections over the simulated network: the production frames, hello check, Sender, Receiver and table of receptions.
 
-What ``transfer/tcp.py`` does with threads and blocking sockets is done here by callbacks; nothing else differs.
+What ``transfer/transport.py`` does with threads and blocking sockets is done here by callbacks; nothing else differs.
 """
 
 import zlib
@@ -59,12 +59,12 @@ class FrameStream:
         frames = []
         while len(buffer) >= HEADER_BYTES:
             raw = bytes(buffer[:HEADER_BYTES])
-            header = parse(raw)
+            header, expected = parse(raw, checksum)
             end = HEADER_BYTES + header.payload_bytes
             if len(buffer) < end:
                 break
             payload = bytes(buffer[HEADER_BYTES:end])
-            verify(raw, payload, checksum)
+            verify(payload, expected, checksum)
             frames.append((header, payload))
             del buffer[:end]
         return frames

@@ -57,6 +57,7 @@ class World:
         self.num_faults = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
+        self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
         self.stop_per_mille = 10  # of deliveries after which a stop string matches
@@ -173,6 +174,7 @@ class World:
     def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
         poison = planned.number <= self.swarm.poison and self.phase == "chaos"
+        self.num_poison += poison
         with self.kernel.tape.within(planned.name):
             submission = self.workload.submission(self.kernel.now_ns, poison)
         self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
@@ -253,6 +255,13 @@ class World:
         )
 
     def _stop(self, key: WorkerKey, kill: bool) -> None:
+        worker = self.workers.get(key.worker)
+        engine = worker.running if worker is not None and worker.key == key else None
+        cause = self.gateway.core.state.workers[key.worker].last_cause
+        if kill and engine is not None and engine.hung and cause.startswith("no progress"):
+            engine.hung = False
+            self.kernel.sometimes("a hung engine is noticed")
+            self.poisoned()
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
@@ -266,15 +275,11 @@ class World:
         self.checkers.worker_event(engine, event)
 
     def poisoned(self) -> None:
-        """The poison request has crashed an engine (I11). Only one is sent in a run, with one choice.
-
-        Every other fault may hide one crash from the gateway: it saw the worker end for another reason, or the request was
-        taken away while its step ran.
-        """
+        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
         self.poison_crashes += 1
-        self.kernel.tell("the poison crashes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES + self.num_faults:
-            raise Violation("I11", f"one poison request has crashed {self.poison_crashes} engines")
+        self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
+        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
+            raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
