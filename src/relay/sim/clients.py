@@ -46,6 +46,7 @@ class Client:
     stopped: dict[int, None] = field(default_factory=dict)
     ended: bool = False
     cancelled: bool = False
+    deceived: bool = False  # a machine is wrong on purpose, and the client cannot know
     failure: RequestFailure | None = None
 
     def begin(self, numerics: list[str]) -> None:
@@ -65,6 +66,10 @@ class Client:
         if delivery.position != len(seen):
             raise Violation("I1", f"{name}: position {delivery.position} after {len(seen)} tokens")
         seen += delivery.token_ids
+        if self.deceived:
+            if delivery.finish is not None:
+                self.finished[choice] = delivery.finish
+            return
         agreeing = [
             numerics
             for numerics in self.numerics[choice]

@@ -34,6 +34,7 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             "numerics_changed": len(world.numerics) > 1,
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
+            "token_disagreement": world.wrong_machines > 0,
             "engine_error": world.step_errors > 0,
         }.get(code, False)
     if client.expectation.probe or not fine:
