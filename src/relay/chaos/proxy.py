@@ -50,6 +50,10 @@ class Life:
     hurt: bool = False  # a fault has struck it, and it has not got over it
     struck: tuple[str, float] | None = None  # the first fault (kind, monotonic seconds)
 
+    def __str__(self) -> str:
+        state = "hurt" if self.hurt else "ended" if self.ended_s else f"welcomed {sorted(self.welcomed)}"
+        return f"{self.worker}.{self.incarnation} {state}"
+
     @property
     def ready(self) -> bool:
         return self.welcomed == {"agent", "engine"} and not self.ended_s

@@ -23,7 +23,13 @@ async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tupl
     cells: list[CellResult] = []
     calm: Calm | None = None
     for seed in settings.seeds:
-        requests = draw_requests(seed, settings.requests, MODEL_NAME, longest_words=settings.longest_words)
+        requests = draw_requests(
+            seed,
+            settings.requests,
+            MODEL_NAME,
+            longest_words=settings.longest_words,
+            longest_answer=settings.longest_answer,
+        )
         expected, cost = await calm_outcomes(settings, requests, say)
         calm = calm or cost
         for shape in settings.shapes:

@@ -26,6 +26,7 @@ from relay.errors import UsageError
 @click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
 @click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
+@click.option("--longest-answer", type=int, default=48, show_default=True, help="Tokens of the longest answer.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="Of the workers.")
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option("--kv-cache-memory", metavar="SIZE", default="512M", show_default=True, help="KV cache of each worker.")
@@ -33,6 +34,7 @@ from relay.errors import UsageError
 @click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache.")
+@click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def chaos(
     model: str,
@@ -44,6 +46,7 @@ def chaos(
     kinds: str,
     concurrency: int,
     longest_prompt: int,
+    longest_answer: int,
     backend: str,
     threads: int,
     kv_cache_memory: str,
@@ -51,6 +54,7 @@ def chaos(
     max_num_batched_tokens: int,
     offline: bool,
     cache_dir: Path | None,
+    inject: str | None,
     as_json: bool,
 ) -> int:
     """Serve MODEL on real clusters, kill, stop and cut everything in them while requests run, and compare every answer with
@@ -71,6 +75,8 @@ def chaos(
         serve=tuple(serve),
         concurrency=concurrency,
         longest_words=longest_prompt,
+        longest_answer=longest_answer,
+        inject=inject or "",
     )
     for shape in settings.shapes:
         choose_kinds(list(settings.kinds), shape)

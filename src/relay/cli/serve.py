@@ -47,6 +47,7 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 )
 @click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
 @click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
+@click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
 @click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Of what stderr shows."
 )
@@ -72,6 +73,7 @@ def serve(
     grace: float,
     worker_port: int,
     worker_address: str | None,
+    perturb: tuple[str, ...],
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
@@ -89,6 +91,7 @@ def serve(
         grace_s=grace,
         worker_port=worker_port,
         worker_address=worker_address,
+        perturb=perturb,
         worker=WorkerConfig(
             backend=backend,
             threads=threads,

@@ -117,7 +117,9 @@ class Server:
             eos_token_ids=model.config.eos_token_ids,
         )
         log = WorkerLog(self._console, hold=config.log_level != "debug")
-        workers = LocalWorkers(config.worker, str(model.pack.path), model.digest, log.line)
+        workers = LocalWorkers(
+            config.worker, str(model.pack.path), model.digest, log.line, perturb=config.perturbations
+        )
         shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
         workers.attach(shell)
         http: HttpServer | None = None
