@@ -147,7 +147,8 @@ def main() -> None:
     if arguments.tiny:
         print(check(tiny, 200, SchedulerLimits(8, 256, 16, 200, 320), count=6, longest=60, new=8))
         return
-    from benchmarks.gpu_model import BLOCK, LLAMA_8B, SMOLLM2, random_model
+    from benchmarks.gpu_model import BLOCK, random_model
+    from benchmarks.gpu_shapes import LLAMA_8B, SMOLLM2
     from benchmarks.gpu_timing import Report
 
     report = Report(arguments.out / "engine.json")

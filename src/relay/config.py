@@ -7,21 +7,23 @@ constants of the modules they bound. Times are seconds here and become integer n
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from relay.errors import UsageError
 
-BackendName = Literal["cpu", "reference"]
-BACKENDS: tuple[BackendName, ...] = ("cpu", "reference")
-DTYPES = ("auto", "float32")  # of activations
+BackendName = Literal["cpu", "cuda", "reference"]
+BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
+DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
+TransportName = Literal["auto", "tcp", "shm"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
 MAX_BLOCK_SIZE = 1 << 12
 MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
-REFERENCE_STEP_DEADLINE_S = 600.0
+STEP_DEADLINE_S = 10.0
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
@@ -40,7 +42,7 @@ class DetectorConfig:
     dead_after_s: float = 1.5
     frozen_after_s: float = 0.5  # engine stopped (state T) this long, as its agent reads it
     start_deadline_s: float = 180.0  # launch to both connections: loading and compiling have their own long deadline
-    step_deadline_s: float = 10.0  # one engine step, not counting what it waited for a processor
+    step_deadline_s: float = STEP_DEADLINE_S  # one engine step, not counting what it waited for a processor
     answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
     handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
     own_stall_s: float = (
@@ -75,11 +77,58 @@ class RetryConfig:
 
     max_failures: int = 8
     max_losses: int = 100  # workers killed under it, which is nobody's fault
-    max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
+    max_blames: int = 3  # crashes and hangs of the engine that computed it; the last one in a step of its own
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
     full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+    # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
+    budget_per_mille: int = 500  # earned of every accepted or committed token
+    budget_tokens_per_s: int = 2000
+    budget_burst_tokens: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        _check(
+            self.budget_per_mille >= 0 and self.budget_tokens_per_s >= 1 and self.budget_burst_tokens >= 1,
+            "the retry budget needs a positive rate and burst: without them resumed requests would wait for ever",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeConfig:
+    """Second attempts on mere suspicion. ``budget_per_mille`` 0 turns them off."""
+
+    budget_per_mille: int = 50  # extra tokens computed, of all accepted and committed ones
+    burst_tokens: int = 1 << 14  # saved up at most
+    slow_step_s: float = 2.0  # a step older than this, and
+    slow_factor: int = 8  # than so many usual ones, makes its worker doubted
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.budget_per_mille <= 1000, "the hedge budget must be 0 to 1000 per mille")
+        _check(
+            self.burst_tokens >= 1 and self.slow_step_s > 0 and self.slow_factor >= 1, "hedge bounds must be positive"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """When outcomes say that a worker or a link is better left alone, and how it comes back."""
+
+    window_s: float = 10.0
+    min_failures: int = 5
+    failure_per_mille: int = 500
+    open_s: float = 1.0  # doubled by every failure while half open
+    max_open_s: float = 8.0
+    slow_start_s: float = 5.0
+    slow_start_seqs: int = 2  # at once, at first
+
+    def __post_init__(self) -> None:
+        _check(self.min_failures >= 1 and 0 < self.failure_per_mille <= 1000, "breaker thresholds are out of range")
+        _check(
+            self.window_s > 0 and 0 < self.open_s <= self.max_open_s and self.slow_start_s > 0,
+            "breaker times must be positive, and open_s at most max_open_s",
+        )
+        _check(self.slow_start_seqs >= 1, "slow_start_seqs must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +152,31 @@ class ControlConfig:
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
+    hedge: HedgeConfig = field(default_factory=HedgeConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1
     story_entries: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class BackendDefaults:
+    """What suits a backend where the user says nothing. ``kv_cache_memory_bytes`` 0: what the device has left."""
+
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    step_deadline_s: float = STEP_DEADLINE_S
+
+
+DEFAULTS: dict[BackendName, BackendDefaults] = {
+    "cpu": BackendDefaults(),
+    "cuda": BackendDefaults(64, 256, 8192, 0, "bfloat16", step_deadline_s=2.0),
+    "reference": BackendDefaults(step_deadline_s=600.0),  # an interpreter is no engine to hurry
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +192,18 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
+    transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
+    record: Path | None = None  # folder for recordings of the cores, see record/
+    devices: tuple[str, ...] = ("cuda:0",)  # of the cuda backend; workers take them in turn
+    gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
         _check(
             0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
         )
+        _check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
         _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         _check(
             self.kv_cache_dtype in KV_DTYPES,
@@ -148,7 +223,61 @@ class WorkerConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
-        _check(self.kv_cache_memory_bytes > 0, "--kv-cache-memory must be positive")
+        _check(
+            self.kv_cache_memory_bytes > 0 or (self.backend == "cuda" and self.kv_cache_memory_bytes == 0),
+            "--kv-cache-memory must be positive",
+        )
+        _check(
+            0 < self.gpu_memory_utilization <= 1,
+            f"--gpu-memory-utilization must be over 0 and at most 1, not {self.gpu_memory_utilization:g}",
+        )
+        _check(
+            bool(self.devices) and all(re.fullmatch(r"cuda:\d{1,3}", device) for device in self.devices),
+            f"--device must be cuda:N, or several with commas, not {','.join(self.devices)!r}",
+        )
+        if self.backend == "cuda":
+            _check(
+                self.kv_cache_dtype in ("auto", "bfloat16"), "--kv-cache-dtype: the cuda backend keeps KV in bfloat16"
+            )
+            _check(self.dtype in ("auto", "bfloat16"), "--dtype: the cuda backend computes in bfloat16")
+            _check(
+                self.block_size & (self.block_size - 1) == 0,
+                f"--block-size: the cuda backend needs a power of two, not {self.block_size}",
+            )
+        else:
+            _check(self.dtype != "bfloat16", f"--dtype bfloat16 needs --backend cuda, not {self.backend}")
+
+    @classmethod
+    def of(cls, backend: BackendName, **values: Any) -> "WorkerConfig":
+        """``backend``'s defaults under ``values``; a value of None counts as not given. Raises UsageError."""
+        defaults = DEFAULTS[backend]
+        given = {name: value for name, value in values.items() if value is not None}
+        usual = {
+            "block_size": defaults.block_size,
+            "max_num_seqs": defaults.max_num_seqs,
+            "max_num_batched_tokens": max(defaults.max_num_batched_tokens, given.get("max_num_seqs", 0)),
+            "kv_cache_memory_bytes": defaults.kv_cache_memory_bytes,
+        }
+        if "max_num_batched_tokens" in given:
+            usual["max_num_seqs"] = min(usual["max_num_seqs"], given["max_num_batched_tokens"])
+        return cls(backend=backend, **{**usual, **given})
+
+    @property
+    def resolved_kv_dtype(self) -> Literal["float32", "bfloat16"]:
+        """``kv_cache_dtype`` with "auto" resolved."""
+        return "bfloat16" if self.kv_cache_dtype == "bfloat16" else DEFAULTS[self.backend].kv_cache_dtype
+
+    @property
+    def kv_bytes_per_value(self) -> int:
+        return 2 if self.resolved_kv_dtype == "bfloat16" else 4
+
+
+def control_for(backend: BackendName, control: ControlConfig) -> ControlConfig:
+    """``control`` with a step deadline that ``backend`` can meet, where nobody chose another."""
+    detector = control.detector
+    if detector.step_deadline_s != STEP_DEADLINE_S:
+        return control
+    return replace(control, detector=replace(detector, step_deadline_s=DEFAULTS[backend].step_deadline_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +316,8 @@ class ServeConfig:
         _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
 
     def resolved_control(self) -> ControlConfig:
-        """``control``, with a step deadline that the backend can meet: the reference interpreter is no engine to hurry."""
-        if self.worker.backend != "reference":
-            return self.control
-        detector = replace(self.control.detector, step_deadline_s=REFERENCE_STEP_DEADLINE_S)
-        return replace(self.control, detector=detector)
+        """``control`` with the step deadline of the backend, unless another one was set."""
+        return control_for(self.worker.backend, self.control)
 
     @property
     def perturbations(self) -> dict[str, str]:

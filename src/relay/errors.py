@@ -41,3 +41,9 @@ class StartupError(RelayError):
     """The cluster could not become ready (a worker keeps dying, a deadline passed)."""
 
     exit_code = 7
+
+
+class DeviceLostError(RelayError):
+    """A CUDA error: nothing can be computed in this process any more. It ends; its requests resume elsewhere."""
+
+    exit_code = 9

@@ -257,6 +257,9 @@ class _Waits:
 
     def wait_event(self, *_: object) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
 
 def check_backend() -> None:
     """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
@@ -265,7 +268,10 @@ def check_backend() -> None:
         "set_device": lambda *_: None,
         "synchronize": lambda *_: None,
         "get_device_capability": lambda *_: (8, 0),
-        "mem_get_info": lambda *_: (1 << 30, 1 << 31),
+        "device_count": lambda: 1,
+        "mem_get_info": lambda *_: (1 << 33, 1 << 34),
+        "memory_reserved": lambda *_: 1 << 20,
+        "empty_cache": lambda: None,
         "stream": lambda *_: nullcontext(),
         "Stream": _Waits,
         "Event": _Waits,

@@ -5,14 +5,10 @@ import json
 import pytest
 
 from relay.cli import main
-from relay.sim.mutants import MUTANTS, planted, seeds_needed
+from relay.sim.mutants import MUTANTS, by_name, planted, seeds_needed
 from relay.sim.run import run_seed
 
 CANARIES = ("no cancel fan-out", "stale epoch and attempt accepted", "shared block released twice", "Retry-After 0")
-
-
-def by_name(name: str):
-    return next(mutant for mutant in MUTANTS if mutant.name == name)
 
 
 @pytest.mark.parametrize("name", CANARIES)
@@ -42,7 +38,7 @@ def test_the_report_of_a_violation() -> None:
 
 
 def test_json_of_the_mutants(capsys) -> None:
-    assert main.run(["sim", "--mutants", "--mutant", "no cancel", "--json"]) == 0
+    assert main.run(["sim", "--mutants", "--only", "no cancel fan-out", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["mutants"], answer["found"]) == (1, 1)
     assert answer["seeds_needed"]["no cancel fan-out"] >= 1

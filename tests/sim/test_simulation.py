@@ -88,8 +88,9 @@ def test_a_missing_tape_and_contradicting_flags_are_refused(tmp_path, capsys) ->
     assert main.run(["sim", "--tape", str(tmp_path / "nothing")]) == 2
     assert main.run(["sim"]) == 2
     assert main.run(["sim", "--seed", "1", "--seeds", "2"]) == 2
-    assert main.run(["sim", "--seeds", "2", "--mutant", "x"]) == 2
-    assert main.run(["sim", "--mutants", "--mutant", "no such"]) == 2
+    assert main.run(["sim", "--seeds", "2", "--only", "x"]) == 2
+    assert main.run(["sim", "--mutants", "--only", "no such"]) == 2
+    assert "no cancel fan-out" in capsys.readouterr().err
 
 
 def test_json_of_a_sweep(capsys) -> None:

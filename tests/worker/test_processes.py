@@ -15,6 +15,7 @@ from relay.models.packer import write_pack
 from relay.models.store import open_checkpoint
 from relay.protocol.messages import (
     Accept,
+    ComputedRow,
     Drained,
     EngineExited,
     Heartbeat,
@@ -28,6 +29,7 @@ from relay.protocol.messages import (
 )
 from relay.protocol.sampling import SamplingParams
 from relay.worker.spec import WorkerSpec, encode_spec
+from relay.worker.status_page import StatusPage
 from tests.models.tiny_models import config_json, write_folder
 from tests.worker.gateway_side import PATIENCE_S, accept_hello, address_of, listen
 
@@ -185,6 +187,40 @@ def test_engine_killed_ends_the_agent_with_word_of_it(start):
     os.kill(worker.hello.pid, signal.SIGKILL)
     assert worker.agent.expect(EngineExited) == EngineExited(signal=signal.SIGKILL)
     assert worker.process.wait(PATIENCE_S) == 128 + signal.SIGKILL
+
+
+def page_of(agent_pid):
+    """The agent's status page, through its descriptor."""
+    folder = f"/proc/{agent_pid}/fd"
+    number = next(name for name in os.listdir(folder) if "relay-status" in os.readlink(f"{folder}/{name}"))
+    return StatusPage.open(f"{folder}/{number}")
+
+
+def stop_in_a_step(worker):
+    """SIGSTOP the engine where it computes; returns the rows of that step."""
+    page, deadline = page_of(worker.process.pid), time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        os.kill(worker.hello.pid, signal.SIGSTOP)
+        worker.agent.expect(Heartbeat, lambda beat: beat.engine_state == "T")
+        if rows := page.manifest():
+            return rows
+        os.kill(worker.hello.pid, signal.SIGCONT)
+        worker.agent.expect(Heartbeat, lambda beat: beat.engine_state != "T")
+    raise AssertionError("no step was met")
+
+
+def test_a_crash_in_a_step_is_reported_with_its_rows(start):
+    worker = start("w")
+    for request in (1, 2):
+        worker.engine.send(Run(work(request, max_tokens=300)))
+        worker.engine.expect(Tokens, lambda tokens, r=request: any(entry.request == r for entry in tokens.entries))
+    rows = stop_in_a_step(worker)
+    assert {row.request for row in rows} == {1, 2}
+    os.kill(worker.hello.pid, signal.SIGSEGV)
+    os.kill(worker.hello.pid, signal.SIGCONT)
+    report = worker.agent.expect(EngineExited)
+    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row[1:]) for row in rows], False)
+    assert all(row.end > len(PROMPT) for row in report.manifest)
 
 
 def test_agent_killed_ends_the_engine(start):

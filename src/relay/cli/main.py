@@ -10,6 +10,7 @@ from relay import __version__
 from relay.errors import RelayError
 
 COMMANDS = {
+    "replay": ("relay.cli.replay", "replay", "Run a recorded core again."),
     "serve": ("relay.cli.serve", "serve", "Serve a model over HTTP."),
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
     "model": ("relay.cli.model", "model", "Models on this machine."),

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import click
 
-from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, ServeConfig, WorkerConfig, parse_bytes
+from relay.config import (
+    BACKENDS,
+    DTYPES,
+    KV_DTYPES,
+    LOG_LEVELS,
+    TRANSPORTS,
+    BackendName,
+    ServeConfig,
+    TransportName,
+    WorkerConfig,
+    parse_bytes,
+)
 
 
 @click.command()
@@ -21,21 +32,34 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
     type=click.Choice(BACKENDS),
     default="cpu",
     show_default=True,
-    help="C kernels, or numpy (very slow, bits depend on the batch).",
+    help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
+)
+@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option(
+    "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Part of each GPU that workers share."
 )
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
-@click.option("--kv-cache-memory", metavar="SIZE", default="1G", show_default=True, help="KV cache of each worker.")
+@click.option(
+    "--kv-cache-memory", metavar="SIZE", help="KV cache of each worker [default: 1G; cuda: what the GPU has left]."
+)
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
-@click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Sequences a worker runs at once.")
-@click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
-@click.option("--block-size", type=int, default=16, show_default=True, help="Tokens of a KV block.")
+@click.option("--max-num-seqs", type=int, help="Sequences a worker runs at once [default: 64; cuda: 256].")
+@click.option("--max-num-batched-tokens", type=int, help="Tokens of one engine step [default: 256; cuda: 8192].")
+@click.option("--block-size", type=int, help="Tokens of a KV block [default: 16; cuda: 64].")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(KV_DTYPES),
     default="auto",
     show_default=True,
-    help="Numbers in the KV cache; auto: float32. bfloat16 halves it and gives other tokens.",
+    help="Numbers in the KV cache; auto: float32, cuda: bfloat16. bfloat16 halves it and gives other tokens.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How KV travels; auto: shared memory on one host, else TCP.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
@@ -49,6 +73,11 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 @click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
 @click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
 @click.option(
+    "--record",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to record what the gateway and every worker are told and decide, for `relay replay`. Holds prompts.",
+)
+@click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Of what stderr shows."
 )
 def serve(
@@ -59,18 +88,22 @@ def serve(
     prefill: int,
     decode: int,
     backend: BackendName,
+    device: str,
+    gpu_memory_utilization: float,
     threads: int,
-    kv_cache_memory: str,
+    kv_cache_memory: str | None,
     max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    block_size: int | None,
     dtype: str,
     kv_cache_dtype: str,
+    transport: TransportName,
     seed: int | None,
     offline: bool,
     cache_dir: Path | None,
     grace: float,
+    record: Path | None,
     worker_port: int,
     worker_address: str | None,
     perturb: tuple[str, ...],
@@ -92,16 +125,20 @@ def serve(
         worker_port=worker_port,
         worker_address=worker_address,
         perturb=perturb,
-        worker=WorkerConfig(
-            backend=backend,
+        worker=WorkerConfig.of(
+            backend,
+            devices=tuple(device.split(",")),
+            gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=parse_bytes(kv_cache_memory),
+            transport=transport,
+            kv_cache_memory_bytes=parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            record=record,
         ),
     )
     from relay.cli.server import run_server

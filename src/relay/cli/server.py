@@ -22,6 +22,7 @@ from relay.cli.listener import open_listener
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
+from relay.control.record import Recorder
 from relay.control.shell import GatewayShell
 from relay.errors import DoesNotFitError, PortInUseError, StartupError, UsageError
 from relay.local.workers import LocalWorkers
@@ -118,9 +119,16 @@ class Server:
         )
         log = WorkerLog(self._console, hold=config.log_level != "debug")
         workers = LocalWorkers(
-            config.worker, str(model.pack.path), model.digest, log.line, perturb=config.perturbations
+            config.worker,
+            str(model.pack.path),
+            model.digest,
+            log.line,
+            workers=[worker for worker, _ in config.slots],
+            perturb=config.perturbations,
         )
-        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
+        folder = config.worker.record
+        recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
+        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers, recorder=recorder)
         workers.attach(shell)
         http: HttpServer | None = None
         try:
@@ -184,10 +192,11 @@ class Server:
         if asked <= holds:
             return
         if self._config.worker.max_model_len is not None:
-            size = self._config.worker.kv_cache_memory_bytes
-            raise DoesNotFitError(
-                f"--max-model-len {asked} does not fit: a KV cache of {size} bytes (--kv-cache-memory) holds {holds} tokens"
-            )
+            worker = self._config.worker
+            size = f"of {worker.kv_cache_memory_bytes} bytes (--kv-cache-memory)"
+            if not worker.kv_cache_memory_bytes:
+                size = f"in {worker.gpu_memory_utilization:g} of the GPU's memory (--gpu-memory-utilization)"
+            raise DoesNotFitError(f"--max-model-len {asked} does not fit: a KV cache {size} holds {holds} tokens")
         shell.limit_context(holds)
 
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:

@@ -12,9 +12,10 @@ import click
 from relay.config import BACKENDS, KV_DTYPES, BackendName, WorkerConfig
 from relay.errors import StartupError
 from relay.verify.compare import PathReport, compare
-from relay.verify.paths import PATHS, QUICK, Setting, alone
+from relay.verify.paths import PATHS, QUICK, Setting, alone, paths_of
 
 INJECTED_PATH = "split"
+KV_MEMORY_BYTES = 1 << 30
 
 
 @click.command()
@@ -32,15 +33,16 @@ INJECTED_PATH = "split"
     type=click.Choice(BACKENDS),
     default="cpu",
     show_default=True,
-    help="C kernels, or numpy (very slow, bits depend on the batch).",
+    help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
 )
+@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(KV_DTYPES),
     default="auto",
     show_default=True,
-    help="Numbers in the KV cache; auto: float32.",
+    help="Numbers in the KV cache; auto: float32, cuda: bfloat16.",
 )
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
@@ -53,6 +55,7 @@ def verify(
     inject: str | None,
     only: tuple[str, ...],
     backend: BackendName,
+    device: str,
     threads: int,
     kv_cache_dtype: str,
     offline: bool,
@@ -64,7 +67,13 @@ def verify(
     from relay.models.store import default_cache_dir, open_model
     from relay.verify.requests import verify_requests
 
-    worker = WorkerConfig(backend=backend, threads=threads, kv_cache_dtype=kv_cache_dtype)
+    worker = WorkerConfig.of(
+        backend,
+        devices=tuple(device.split(",")),
+        threads=threads,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory_bytes=KV_MEMORY_BYTES,
+    )
     loaded = open_model(
         model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
     )
@@ -74,7 +83,7 @@ def verify(
         loaded.max_model_len,
         quick=quick or inject is not None,
     )
-    names = list(only) or ([INJECTED_PATH] if inject else list(QUICK) if quick else list(PATHS))
+    names = list(only) or ([INJECTED_PATH] if inject else list(QUICK) if quick else paths_of(backend))
     reports = asyncio.run(_run(Setting(loaded, requests, worker), names, inject, quiet=as_json))
     compared = sum(report.compared for report in reports.values())
     identical = sum(report.identical for report in reports.values())

@@ -25,12 +25,13 @@ from relay.control.events import (
     WorkerConnected,
     WorkerMessage,
 )
+from relay.control.hedging import Hedger
 from relay.control.membership import Membership
 from relay.control.placement import Dispatcher
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.router import Router
-from relay.control.state import ClusterState
-from relay.control.stream import TokenPath
+from relay.control.state import LIVE, ClusterState
+from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import (
@@ -61,10 +62,12 @@ class GatewayCore:
     def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
         state = ClusterState(config, model, slots)
         self.state = state
-        self._dispatcher = Dispatcher(state, Router(state))
+        router = Router(state)
+        self._dispatcher = Dispatcher(state, router)
         self._membership = Membership(state, self._dispatcher)
         self._tokens = TokenPath(state, self._dispatcher)
         self._detector = Detector(state, self._membership, self._dispatcher)
+        self._hedger = Hedger(state, router, self._dispatcher)
         self._tick_ns = int(config.tick_s * SECOND)
         self._events: dict[type, Callable[[Any, int], None]] = {
             WorkerMessage: self._message,
@@ -113,8 +116,8 @@ class GatewayCore:
     def status(self, now_ns: int) -> dict[str, object]:
         return report.status(self.state, now_ns)
 
-    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        return report.metrics(self.state)
+    def metrics(self, now_ns: int) -> list[tuple[str, dict[str, str], float]]:
+        return report.metrics(self.state, now_ns)
 
     def story(self, request: int) -> list[str]:
         """The last decisions about one request, oldest first."""
@@ -132,6 +135,7 @@ class GatewayCore:
         request = Request(event.request, event.submission, now_ns)
         state.requests[request.id] = request
         state.counters["requests"] += 1
+        state.counters["prompt_tokens"] += len(event.submission.token_ids) * event.submission.n
         self._dispatcher.submit(request)
 
     def _cancelled(self, event: RequestCancelled, now_ns: int) -> None:
@@ -187,6 +191,7 @@ class GatewayCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _started(self, event: Started, now_ns: int) -> None:
+        self._detector.started(now_ns)
         for worker in self.state.workers.values():
             self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
@@ -199,6 +204,7 @@ class GatewayCore:
         if self.state.stopped:
             return
         self._detector.tick(now_ns)
+        self._hedger.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
             worker.full = False
@@ -228,6 +234,21 @@ class GatewayCore:
             elif self._numerics_gone(request):
                 text = "no worker computes with the numerics this stream began with"
                 self._dispatcher.fail(request, RequestFailure(503, "numerics_changed", text), now_ns)
+
+            else:
+                alone = next((choice for choice in request.choices if self._nobody_decides(choice)), None)
+                if alone is not None:
+                    self._dispatcher.fail(request, undecided(alone), now_ns)
+
+    def _nobody_decides(self, choice: Choice) -> bool:
+        """Workers disagreed about ``choice``, and there is no other one that could say who is right."""
+        if not choice.distrusted or choice.state is not ChoiceState.WAITING:
+            return False
+        return not any(
+            self.state.coming(worker) or (worker.state in LIVE and worker.numerics_id == choice.numerics_id)
+            for worker in self.state.workers.values()
+            if worker.id not in choice.distrusted
+        )
 
     def _numerics_gone(self, request: Request) -> bool:
         """Every worker is ready with other numerics than a waiting choice began with: it can never be continued exactly."""

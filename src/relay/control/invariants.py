@@ -1,8 +1,9 @@
 """What must hold between two events. Tests and the simulator call ``violations`` after every event."""
 
-from relay.control.requests import Choice
+from relay.control.attempts import Attempt
+from relay.control.requests import MAX_ATTEMPTS, Choice
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 
 
 def violations(state: ClusterState) -> list[str]:
@@ -14,6 +15,10 @@ def violations(state: ClusterState) -> list[str]:
             found.append(f"request {request.id} is kept without an open choice")
         if len(open_choices) != request.open_choices:
             found.append(f"request {request.id} counts {request.open_choices} open choices, has {len(open_choices)}")
+        if request.suspicion.unexplained != sum(
+            (request in worker.unexplained) + (request in worker.long_step) for worker in state.workers.values()
+        ):
+            found.append(f"request {request.id} counts {request.suspicion.unexplained} unexplained losses")
         for choice in request.choices:
             found += _choice(state, choice)
     found += _workers(state)
@@ -28,19 +33,37 @@ def _choice(state: ClusterState, choice: Choice) -> list[str]:
     waiting = choice.state is ChoiceState.WAITING
     if waiting != (choice in state.queue):
         found.append(f"{choice} and the queue disagree")
-    placed = choice.state not in (ChoiceState.WAITING, ChoiceState.ENDED)
-    if placed != (choice.decode is not None):
-        found.append(f"{choice} is on {choice.decode and choice.decode.id}")
-    needs_prefill = choice.state in (ChoiceState.RESERVING, ChoiceState.PREFILLING, ChoiceState.HANDOFF)
-    if needs_prefill != (choice.prefill is not None):
-        found.append(f"{choice} has P {choice.prefill and choice.prefill.id}")
-    for worker in (choice.prefill, choice.decode):
-        if worker is not None and choice not in worker.live:
-            found.append(f"{choice} is not booked on {worker.id}")
-        if worker is not None and worker.state not in LIVE:
-            found.append(f"{choice} is on {worker.id}, which is {worker.state.value}")
+    placed = choice.state is ChoiceState.PLACED
+    if placed != bool(choice.attempts) or len(choice.attempts) > MAX_ATTEMPTS:
+        found.append(f"{choice} has live attempts {choice.attempts}")
+    numbers = [attempt.number for attempt in choice.attempts]
+    if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > choice.num_attempts):
+        found.append(f"{choice} has live attempts {numbers}")
+    if [attempt.hedge for attempt in choice.attempts] not in ([], [False], [False, True]):
+        found.append(f"{choice} has more than one live attempt and no hedge, or a hedge alone")
+    workers = [worker.id for attempt in choice.attempts for worker in attempt.workers]
+    if len(workers) != len(set(workers)):
+        found.append(f"{choice} is more than once on one of {workers}")
+    for attempt in choice.attempts:
+        found += _attempt(attempt)
     if len(choice.committed) > choice.request.submission.params.max_tokens:
         found.append(f"{choice} has more than max_tokens")
+    return found
+
+
+def _attempt(attempt: Attempt) -> list[str]:
+    found = []
+    if attempt.state is AttemptState.ENDED:
+        found.append(f"{attempt} is over and live")
+    if (attempt.state is AttemptState.RUNNING) != (attempt.prefill is None):
+        found.append(f"{attempt} has P {attempt.prefill and attempt.prefill.id}")
+    if attempt.start > len(attempt.choice.committed):
+        found.append(f"{attempt} begins after {attempt.start} tokens of {len(attempt.choice.committed)}")
+    for worker in attempt.workers:
+        if attempt not in worker.live:
+            found.append(f"{attempt} is not booked on {worker.id}")
+        if worker.state not in LIVE:
+            found.append(f"{attempt} is on {worker.id}, which is {worker.state.value}")
     return found
 
 
@@ -49,14 +72,12 @@ def _workers(state: ClusterState) -> list[str]:
     for worker in state.workers.values():
         if worker.backlog_tokens != sum(worker.live.values()):
             found.append(f"{worker.id} counts a backlog of {worker.backlog_tokens}, has {sum(worker.live.values())}")
-        reserving = sum(choice.state is ChoiceState.RESERVING and choice.decode is worker for choice in worker.live)
+        reserving = sum(a.state is AttemptState.RESERVING and a.decode is worker for a in worker.live)
         if worker.reserving != reserving:
             found.append(f"{worker.id} counts {worker.reserving} reservations, has {reserving}")
-        for choice in worker.live:
-            if worker not in (choice.prefill, choice.decode):
-                found.append(f"{worker.id} holds {choice}, which is elsewhere")
+        for attempt in worker.live:
+            if not attempt.on(worker) or attempt not in attempt.choice.attempts:
+                found.append(f"{worker.id} holds {attempt}, which is elsewhere")
         if worker.state in (WorkerState.LOST, WorkerState.STOPPED, WorkerState.STARTING) and worker.live:
-            found.append(f"{worker.id} is {worker.state.value} and holds {len(worker.live)} choices")
-        if worker.exclusive is not None and worker.exclusive.state is ChoiceState.ENDED:
-            found.append(f"{worker.id} is kept for a choice that ended")
+            found.append(f"{worker.id} is {worker.state.value} and holds {len(worker.live)} attempts")
     return found

@@ -46,8 +46,9 @@ from relay.control.events import (
     WorkerConnected,
     WorkerMessage,
 )
+from relay.control.record import Recorder
 from relay.ids import WorkerKey
-from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_CONNECTIONS = 1024
 logger = logging.getLogger("relay.gateway")
@@ -77,8 +78,14 @@ class GatewayShell:
     ``start`` listens for workers and launches them; ``wait_complete`` returns when all are ready; ``drain`` and ``stop`` end it.
     """
 
-    def __init__(self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None) -> None:
+    def __init__(
+        self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None, recorder: Recorder | None = None
+    ) -> None:
+        """``recorder`` is attached to ``core`` here and closed by ``close``."""
         self._core = core
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.attach(core)
         self._launcher = launcher
         self._now_ns = (clock or MonotonicClock()).now_ns
         self._connections: dict[int, Connection] = {}
@@ -139,6 +146,9 @@ class GatewayShell:
     def limit_context(self, num_tokens: int) -> None:
         """Serve no longer sequences than this."""
         self._core.state.model = replace(self.model, max_model_len=num_tokens)
+        if self._recorder is not None:
+            self._recorder.happened(self.model, self._now_ns())
+            self._recorder.decided([])
 
     async def drain(self, grace_s: float) -> bool:
         """Take no new requests; wait at most ``grace_s`` for the running ones. True: all ended by themselves."""
@@ -165,6 +175,8 @@ class GatewayShell:
         await asyncio.sleep(0)
         if self._server is not None:
             await self._server.wait_closed()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # --- contract.Gateway -----------------------------------------------------------------------------------------
 
@@ -176,7 +188,7 @@ class GatewayShell:
         request = self._next_request
         self._next_request += 1
         self._subscribers[request] = _Subscriber(sink)
-        commands = self._core.handle(RequestSubmitted(request, submission), self._now_ns())
+        commands = self._decide(RequestSubmitted(request, submission))
         for command in commands:
             if type(command) is Refuse or (type(command) is Fail and command.request == request):
                 del self._subscribers[request]
@@ -205,21 +217,28 @@ class GatewayShell:
         return self._core.status(self._now_ns())
 
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
-        return self._core.metrics()
+        return self._core.metrics(self._now_ns())
 
     def story(self, request: int) -> list[str]:
         return self._core.story(request)
 
     # --- events in ------------------------------------------------------------------------------------------------
 
-    def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
-        self._handle(LauncherExited(worker, status, signal, reason))
+    def launcher_exited(
+        self,
+        worker: WorkerKey,
+        status: int | None,
+        signal: int | None,
+        reason: str = "",
+        engine: EngineExited | None = None,
+    ) -> None:
+        self._handle(LauncherExited(worker, status, signal, reason, engine))
 
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
     def message(self, worker: WorkerKey, message: Message) -> None:
-        self._execute(self._core.handle(WorkerMessage(worker, message), self._now_ns()))
+        self._execute(self._decide(WorkerMessage(worker, message)))
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._connections.pop(connection.number, None)
@@ -238,7 +257,18 @@ class GatewayShell:
         return connection
 
     def _handle(self, event: Event) -> None:
-        self._execute(self._core.handle(event, self._now_ns()))
+        self._execute(self._decide(event))
+
+    def _decide(self, event: Event) -> list[Command]:
+        """Let the core handle ``event``."""
+        now_ns = self._now_ns()
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.handle(event, now_ns)
+        recorder.happened(event, now_ns)
+        commands = self._core.handle(event, now_ns)
+        recorder.decided(commands)
+        return commands
 
     # --- commands out ---------------------------------------------------------------------------------------------
 

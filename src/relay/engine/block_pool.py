@@ -126,27 +126,25 @@ class BlockPool:
 
     def check(self, holders: dict[int, int]) -> None:
         """Assert I8 (every held block has exactly the ``holders`` counted by the caller) and I9."""
-        counts = [0, 0, 0, 0]
-        for block, state in enumerate(self._states):
-            counts[state] += 1
-            references = self._references[block]
-            assert references == holders.get(block, 0), (
-                f"block {block}: {references} references, {holders.get(block, 0)} holders"
-            )
-            assert (references > 0) == (state is BlockState.USED), (
-                f"block {block} is {state.name} with {references} references"
-            )
-            if state is BlockState.FREE:
-                assert not self._published[block], f"free block {block} is published"
+        states, published = self._states, self._published
+        counted = [0] * self.num_blocks
+        for block, count in holders.items():
+            counted[block] = count
+        if self._references != counted:
+            wrong = next(block for block, count in enumerate(counted) if self._references[block] != count)
+            raise AssertionError(f"block {wrong}: {self._references[wrong]} references, {counted[wrong]} holders")
+        used_states = [state is BlockState.USED for state in states]
+        assert used_states == [count > 0 for count in counted], "used blocks and referenced blocks differ"
+        counts = [states.count(state) for state in BlockState]
         assert len(set(self._free)) == len(self._free) == counts[BlockState.FREE], "free list and states differ"
         assert len(self._cached) == counts[BlockState.CACHED], "cached list and states differ"
-        assert all(self._states[block] is BlockState.FREE for block in self._free), (
-            "free list holds a block that is not free"
-        )
-        assert all(self._published[block] for block in self._cached), "a cached block is not published"
-        waiting = {block for _, block in self._quarantine}
-        assert all(b in waiting for b, s in enumerate(self._states) if s is BlockState.QUARANTINED), (
-            "a quarantined block is lost"
-        )
+        for block in self._free:
+            assert states[block] is BlockState.FREE, "free list holds a block that is not free"
+            assert not published[block], f"free block {block} is published"
+        assert not [block for block in self._cached if not published[block]], "a cached block is not published"
+        if counts[BlockState.QUARANTINED]:
+            waiting = {block for _, block in self._quarantine}
+            lost = [b for b, s in enumerate(states) if s is BlockState.QUARANTINED and b not in waiting]
+            assert not lost, f"quarantined blocks {lost} are lost"
         used = counts[BlockState.USED] + counts[BlockState.QUARANTINED]
         assert self.num_free + self.num_cached + used == self.num_blocks, "free + used + cached is not the total"

@@ -1,17 +1,30 @@
 """The runner: turns a ``StepPlan`` into arrays and calls the backend. Holds block tables by slot and nothing else."""
 
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import cast
 
 import numpy as np
 
 from relay.engine.limits import SchedulerLimits
 from relay.engine.step import StepPlan, StepResult
-from relay.kernels.backend import Backend, Batch, LayerSink
+from relay.errors import DeviceLostError
+from relay.kernels.backend import Backend, Batch, LayerSink, QueueingBackend
 from relay.kernels.program import Program
 from relay.kernels.sampler import InvalidLogits
 from relay.protocol.block_hash import UNIT_TOKENS
 
 DIGEST_BYTES = 16
+
+
+@dataclass(slots=True)
+class StartedStep:
+    """A step between ``start`` and ``finish``. ``captured``: for each sampled row, whether its logits are hashed."""
+
+    step: int
+    batch: Batch | None
+    captured: list[bool]
+    failure: StepResult | None
 
 
 class Runner:
@@ -28,24 +41,53 @@ class Runner:
         self._capturing: set[int] = set()
 
     def execute(self, plan: StepPlan, sink: LayerSink | None = None) -> StepResult:
-        """Run one step. ``sink`` hears of each layer of each row with prefill tokens, right after K and V of the layer are written.
+        """Run one step: ``finish(start(plan, sink))``."""
+        return self.finish(self.start(plan, sink))
 
-        An exception of backend or sink becomes ``StepResult.error``; where a row's own binding or sink raised, its slot is blamed.
-        A repeated step announces the same positions again, with the same bytes.
+    def start(self, plan: StepPlan, sink: LayerSink | None = None) -> StartedStep:
+        """Compute one step up to its draw; where the backend queues its work, return before it is done.
+
+        ``sink`` hears of each layer of each row with prefill tokens, right after K and V of the layer are written (or their
+        writing is queued before any read that follows). An exception of backend or sink becomes the step's failure; where a
+        row's own binding or sink raised, its slot is blamed. A repeated step announces the same positions again, with the
+        same bytes. DeviceLostError passes: nothing can be computed any more.
         """
         blamed: list[int] = []
         try:
             self._prepare(plan, blamed)
             batch = self._batch(plan)
+            captured = [slot in self._capturing for slot in batch.slots[batch.sampled_rows].tolist()]
             self._run(plan, batch, sink, blamed)
+        except DeviceLostError:
+            raise
+        except Exception as error:  # whatever it is, it ends these rows and not the loop
+            return StartedStep(plan.step, None, [], _failure(plan.step, error, blamed))
+        return StartedStep(plan.step, batch, captured, None)
+
+    def ended(self, started: StartedStep) -> bool:
+        """Whether ``finish`` would return without waiting. Only of backends that queue."""
+        if started.failure is not None or started.batch is None:
+            return True
+        return cast(QueueingBackend, self._backend).ended(started.batch)
+
+    def finish(self, started: StartedStep) -> StepResult:
+        """Draw (or fetch what was drawn). Steps are finished in the order they were started in, each before the second after it
+        starts."""
+        batch = started.batch
+        if started.failure is not None or batch is None:
+            return started.failure or StepResult(started.step, [])
+        try:
             tokens = [[token] for token in self._backend.sample(batch)] if len(batch.sampled_rows) else []
-            digests = self._logit_digests(batch) if batch.capture_logits else None
+            digests = self._logit_digests(batch, started.captured) if batch.capture_logits else None
         except InvalidLogits as error:
             slot = int(batch.slots[batch.sampled_rows[error.row]])
-            return StepResult(plan.step, [], error=f"no token can be drawn: {error.reason}", failed_slots=[slot])
-        except Exception as error:  # whatever it is, it ends these rows and not the loop
-            return StepResult(plan.step, [], error=f"{type(error).__name__}: {error}", failed_slots=blamed)
-        return StepResult(plan.step, tokens, digests)
+            reason = f"no token can be drawn: {error.reason}"
+            return StepResult(started.step, [], error=reason, failed_slots=[slot])
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            return _failure(started.step, error, [])
+        return StepResult(started.step, tokens, digests)
 
     def kv_digests(self, block_table: list[int], num_tokens: int) -> list[bytes]:
         """BLAKE2b-16 of each full unit of 16 tokens below ``num_tokens``: K then V of layer 0, of layer 1, …, canonical bytes."""
@@ -127,15 +169,16 @@ class Runner:
                     blamed.pop()
         self._backend.run(start, self._num_ops, batch)
 
-    def _logit_digests(self, batch: Batch) -> list[bytes]:
+    def _logit_digests(self, batch: Batch, captured: list[bool]) -> list[bytes]:
         """One a sampled row: BLAKE2b-16 of its fp32 logits, empty for a row that does not capture."""
         logits = self._backend.logits()
         if logits.dtype != np.float32 or len(logits) != len(batch.sampled_rows):
             raise TypeError(f"logits are {logits.dtype} {logits.shape}, not float32 of {len(batch.sampled_rows)} rows")
-        digests = []
-        for row, values in zip(batch.slots[batch.sampled_rows].tolist(), logits, strict=True):
-            capture = row in self._capturing
-            digests.append(
-                blake2b(np.ascontiguousarray(values).data, digest_size=DIGEST_BYTES).digest() if capture else b""
-            )
-        return digests
+        return [
+            blake2b(np.ascontiguousarray(values).data, digest_size=DIGEST_BYTES).digest() if capture else b""
+            for capture, values in zip(captured, logits, strict=True)
+        ]
+
+
+def _failure(step: int, error: Exception, blamed: list[int]) -> StepResult:
+    return StepResult(step, [], error=f"{type(error).__name__}: {error}", failed_slots=blamed)

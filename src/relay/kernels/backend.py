@@ -98,6 +98,25 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+class QueueingBackend(Backend, Protocol):
+    """A backend on a device with a queue of its own: ``run`` returns when the work is queued, ``sample`` waits for it.
+
+    ``run`` may be called for step n + 1 (token ids -1 are the device's to know) before ``sample`` for step n.
+    """
+
+    def ended(self, batch: Batch) -> bool:
+        """Whether all that was queued for ``batch`` is done, so that ``sample`` will not wait."""
+        ...
+
+    def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
+        """After ``load``: KV blocks for which ``fraction`` of the device has room beside what this process holds."""
+        ...
+
+    def warm_up(self, longest: int) -> None:
+        """After ``allocate_kv``, before any sequence: compile what sequences of at most ``longest`` tokens need."""
+        ...
+
+
 class LayerSink(Protocol):
     """Told that K and V of these tokens are in the cache; called after the write and before that layer's attention."""
 

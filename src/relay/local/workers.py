@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
@@ -11,6 +11,7 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.protocol.messages import Role
+from relay.worker.last_word import find_last_word
 from relay.worker.spec import WorkerSpec, encode_spec
 
 
@@ -24,9 +25,15 @@ class LocalWorkers:
         model_digest: str,
         on_line: Callable[[str, str], None],
         *,
+        workers: Sequence[str] = (),
         perturb: Mapping[str, str] | None = None,
     ) -> None:
-        """``perturb``: worker id → perturbation, for ``relay verify --inject`` alone."""
+        """``workers``: all ids, in the order in which they take ``config.devices`` in turn; each knows how many share its own.
+
+        ``perturb``: worker id → perturbation, for ``relay verify --inject`` alone.
+        """
+        devices = config.devices
+        self._devices = {worker: devices[index % len(devices)] for index, worker in enumerate(workers)}
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -64,6 +71,7 @@ class LocalWorkers:
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
+        device = self._devices.get(worker.worker, config.devices[0])
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,
@@ -73,21 +81,26 @@ class LocalWorkers:
             model_digest=self._model_digest,
             backend=config.backend,
             threads=config.threads,
-            kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "bfloat16" else "float32",
+            device=device,
+            gpu_memory_fraction=config.gpu_memory_utilization / max(1, list(self._devices.values()).count(device)),
+            kv_cache_dtype=config.resolved_kv_dtype,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             growth_tokens=config.growth_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            transport=config.transport,
             perturb=self._perturb.get(worker.worker, ""),
+            record=str(config.record.absolute()) if config.record else "",
         )
 
     def _exited(self, end: LaunchExit) -> None:
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:
-            self._shell.launcher_exited(worker, end.status, end.signal, end.reason)
+            word = find_last_word(end.last_lines, 0)
+            self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 
 def _name(worker: WorkerKey) -> str:

@@ -11,9 +11,9 @@ from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.invariants import violations
-from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.requests import Choice
 from relay.control.state import LIVE
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.backend import LAYERS
@@ -31,8 +31,9 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
+    "I4": "attempts agree on every position",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "an attempt runs on one worker, and P and D of it are one each",
+    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
     "I8": "every held block, sequence and transfer has a live owner",
     "I9": "blocks: free + used + cached = total",
@@ -48,7 +49,13 @@ OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody want
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-_Fingerprint = tuple[int, int]
+_Fingerprint = tuple[int, ChoiceState, int, tuple[tuple[int, AttemptState], ...]]
+
+
+def _fingerprint(choice: Choice) -> _Fingerprint:
+    """All that an attempt which is over must not move."""
+    attempts = tuple([(attempt.number, attempt.state) for attempt in choice.attempts])
+    return len(choice.committed), choice.state, choice.num_attempts, attempts
 
 
 def worker_patience_s(world: "World") -> float:
@@ -82,21 +89,30 @@ class Checkers:
             entries = [message]
         else:
             return
+        stale: dict[Choice, _Fingerprint] = {}
+        rightful: dict[Choice, None] = {}
         for entry in entries:
             choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
                 continue
-            workers = (choice.prefill, choice.decode)
-            if current is None or current not in workers or choice.attempt != entry.attempt:
+            attempt = choice.find(entry.attempt)
+            if current is None or attempt is None or not attempt.on(current):
                 self._world.kernel.sometimes("stale message")
-                self._stale.append((choice, (len(choice.committed), choice.attempt)))
+                stale[choice] = _fingerprint(choice)
+            else:
+                rightful[choice] = None
+        self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        for choice, (committed, attempt) in self._stale:
-            if len(choice.committed) != committed:
+        if self._world.gateway.core.state.alarm:
+            raise Violation("I4", self._world.gateway.core.state.alarm)
+        for choice, before in self._stale:
+            now = _fingerprint(choice)
+            if now[0] != before[0]:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            if choice.attempt == attempt and choice.state is ChoiceState.ENDED and not self._ended_by_others(choice):
-                raise Violation("I3", f"{choice} was ended by an attempt that is over")
+            waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
+            if now != before and not waited and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
@@ -141,8 +157,6 @@ class Checkers:
         have = len(client.tokens[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
-        if sum(len(early.token_ids) for early in choice.ahead) > MAX_AHEAD_TOKENS:
-            raise Violation("I10", f"{choice} keeps {len(choice.ahead)} early entries")
 
     def _core_state(self) -> None:
         self.full_checks += 1
@@ -150,15 +164,13 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        for request in state.requests.values():
-            for choice in request.choices:
-                prefill, decode = choice.prefill, choice.decode
-                if decode is None:
-                    continue
-                if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-                if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                    raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
+        choices = [choice for request in state.requests.values() for choice in request.choices]
+        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
+            choice, prefill, decode = attempt.choice, attempt.prefill, attempt.decode
+            if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
+                raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
+            if prefill is not None and prefill.numerics_id != decode.numerics_id:
+                raise Violation("I13", f"{attempt} crosses from {prefill.id} to {decode.id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
@@ -263,20 +275,20 @@ class Checkers:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, frozen for {frozen_ns / SECOND:.1f} s"
                 )
-        bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
-        for request in state.requests.values():
-            for choice in request.choices:
-                bound_s = bounds.get(choice.state)
-                age_ns = min(awake_ns, now_ns - choice.changed_ns)
-                if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
-                    raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
+        bounds = {AttemptState.RESERVING: detector.answer_deadline_s, AttemptState.HANDOFF: detector.handoff_deadline_s}
+        choices = [choice for request in state.requests.values() for choice in request.choices]
+        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
+            bound_s = bounds.get(attempt.state)
+            age_ns = min(awake_ns, now_ns - attempt.changed_ns)
+            if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
+                raise Violation("detection", f"{attempt} has had no answer for {age_ns / SECOND:.1f} s")
 
     def _transfers(self, engine: EngineProcess) -> None:
-        """No transfer outlives its lease."""
+        """No transfer outlives its lease, whatever keeps its peer from being heard."""
         if engine.stopped:
             return
         now_ns = self._world.kernel.now_ns
-        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        awake_ns = now_ns - engine.awake_since_ns
         for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
             if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
                 raise Violation(
@@ -286,9 +298,8 @@ class Checkers:
 
     def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
         choice = self._choice(key.request, key.choice)
-        if choice is None or choice.attempt != key.attempt:
-            return False
-        return any(w is not None and w.key == engine.key for w in (choice.prefill, choice.decode))
+        attempt = choice.find(key.attempt) if choice is not None else None
+        return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
         """The leak check: no request, sequence, block, transfer or timer is left."""
@@ -297,6 +308,8 @@ class Checkers:
         self._core_state()
         if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
             raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
+        if not world.num_faults and state.counters["hedges"]:
+            raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
         if state.requests or len(state.queue):
             raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
         if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):

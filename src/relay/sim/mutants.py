@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relay.control import admission
+from relay.control.attempts import Attempt
 from relay.control.commands import SendToEngine
 from relay.control.detector import Detector
 from relay.control.membership import Membership
@@ -22,6 +23,7 @@ from relay.engine.block_pool import BlockPool
 from relay.engine.kv_space import KvSpace
 from relay.engine.prefix_cache import PrefixCache
 from relay.engine.scheduler import Scheduler
+from relay.errors import UsageError
 from relay.sim.run import run_seed
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
@@ -46,9 +48,9 @@ def _nothing(original: Any) -> Any:
 
 
 def _resume_off_by_one(original: Any) -> Any:
-    def work(choice: Choice) -> Any:
-        body = original(choice)
-        if choice.attempt > 1 and choice.committed:
+    def work(attempt: Attempt) -> Any:
+        body = original(attempt)
+        if attempt.number > 1 and attempt.start:
             body.token_ids = body.token_ids[:-1] + body.token_ids[-2:-1]
         return body
 
@@ -56,10 +58,10 @@ def _resume_off_by_one(original: Any) -> Any:
 
 
 def _no_attempt_check(original: Any) -> Any:
-    def placed(dispatcher: Dispatcher, worker: Worker, message: Any) -> Choice | None:
+    def placed(dispatcher: Dispatcher, worker: Worker, message: Any) -> Attempt | None:
         request = dispatcher._state.requests.get(message.request)
-        choice = request.choices[message.choice] if request is not None else None
-        return choice if choice is not None and worker in (choice.decode, choice.prefill) else None
+        attempts = request.choices[message.choice].attempts if request is not None else []
+        return next((attempt for attempt in attempts if attempt.on(worker)), None)
 
     return placed
 
@@ -68,29 +70,29 @@ def _failures_of_any_attempt(original: Any) -> Any:
     def failed(path: TokenPath, worker: Worker, message: Any, now_ns: int) -> None:
         request = path._state.requests.get(message.request)
         if request is not None:
-            message.attempt = request.choices[message.choice].attempt
+            message.attempt = request.choices[message.choice].num_attempts
         original(path, worker, message, now_ns)
 
     return failed
 
 
 def _no_cancel(original: Any) -> Any:
-    def cancel_at(dispatcher: Dispatcher, choice: Choice, worker: Worker) -> None:
+    def cancel_at(dispatcher: Dispatcher, attempt: Attempt, worker: Worker) -> None:
         return None
 
     return cancel_at
 
 
 def _cancel_only_prefill(original: Any) -> Any:
-    def cancel(dispatcher: Dispatcher, choice: Choice) -> None:
-        if choice.prefill is not None:
-            dispatcher._cancel_at(choice, choice.prefill)
+    def cancel(dispatcher: Dispatcher, attempt: Attempt) -> None:
+        if attempt.prefill is not None:
+            dispatcher._cancel_at(attempt, attempt.prefill)
 
     return cancel
 
 
 def _trim_keeps_all(original: Any) -> Any:
-    def trim(path: TokenPath, choice: Choice, worker: Worker, entry: Any, now_ns: int) -> Any:
+    def trim(path: TokenPath, attempt: Attempt, worker: Worker, entry: Any, now_ns: int) -> Any:
         return entry
 
     return trim
@@ -271,21 +273,11 @@ def _own_stall_blames_others(original: Any) -> Any:
     return lambda detector, now_ns: None
 
 
-def _ahead_dropped(original: Any) -> Any:
-    """What D says before P is thrown away instead of kept."""
-
-    def from_decode(path: TokenPath, choice: Choice, worker: Worker, entry: Any, now_ns: int) -> None:
-        if entry.position > len(choice.committed) and choice.prefill is not None:
-            return
-        original(path, choice, worker, entry, now_ns)
-
-    return from_decode
-
-
 def _double_send(original: Any) -> Any:
     def place(dispatcher: Dispatcher, choice: Choice, placement: Any, now_ns: int) -> None:
         original(dispatcher, choice, placement, now_ns)
-        other = next((w for w in dispatcher._state.ready_workers() if w not in (choice.decode, choice.prefill)), None)
+        used = (placement.decode, placement.prefill)
+        other = next((w for w in dispatcher._state.ready_workers() if w not in used), None)
         last = dispatcher._state.commands[-1] if dispatcher._state.commands else None
         if other is not None and isinstance(last, SendToEngine):
             dispatcher._state.commands.append(SendToEngine(other.key, last.message))
@@ -294,14 +286,14 @@ def _double_send(original: Any) -> Any:
 
 
 def _unbooked(original: Any) -> Any:
-    def unbook(worker: Worker, choice: Choice) -> None:
-        worker.live.pop(choice, None)
+    def unbook(worker: Worker, attempt: Attempt) -> None:
+        worker.live.pop(attempt, None)
 
     return unbook
 
 
 MUTANTS = (
-    Mutant("resume off by one", Choice, "work", _resume_off_by_one),
+    Mutant("resume off by one", Attempt, "work", _resume_off_by_one),
     Mutant("no attempt check on answers", Dispatcher, "_placed", _no_attempt_check),
     Mutant("no attempt check on failures", TokenPath, "failed", _failures_of_any_attempt),
     Mutant("no cancel fan-out", Dispatcher, "_cancel_at", _no_cancel),
@@ -332,13 +324,20 @@ MUTANTS = (
     Mutant("a failed step counts as computed", Scheduler, "_roll_back", _no_rollback),
     Mutant("a frozen engine is fine", Membership, "heartbeat", _frozen_is_fine),
     Mutant("own stall is others' death", Detector, "_forgive_own_stall", _own_stall_blames_others),
-    Mutant("early tokens of D are dropped", TokenPath, "_from_decode", _ahead_dropped),
     Mutant("work sent to two workers", Dispatcher, "_place", _double_send),
     Mutant("backlog not given back", Worker, "unbook", _unbooked),
     Mutant("leases never expire on P", Sender, "tick", _nothing),
     Mutant("leases never expire on D", Receiver, "tick", _nothing),
     Mutant("preempted prompts not announced anew", WorkerCore, "_revoke_preempted", _nothing),
 )
+
+
+def by_name(name: str) -> Mutant:
+    """Raises UsageError with all names for one that is unknown."""
+    found = next((mutant for mutant in MUTANTS if mutant.name == name), None)
+    if found is None:
+        raise UsageError(f"no mutant is named {name!r}; there are {', '.join(mutant.name for mutant in MUTANTS)}")
+    return found
 
 
 @contextmanager

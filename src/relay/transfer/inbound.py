@@ -11,9 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from relay.clock import Clock
-from relay.transfer.channel import Channel, ChannelClosed, FrameReader, send_frame
+from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
-    KvStore,
     Layout,
     ReceiveCompleted,
     ReceiveFailed,
@@ -22,7 +21,6 @@ from relay.transfer.contract import (
     TransferLimits,
 )
 from relay.transfer.frame import (
-    MAX_KV_BYTES,
     Abort,
     Checksum,
     FrameError,
@@ -33,6 +31,7 @@ from relay.transfer.frame import (
 )
 from relay.transfer.receiver import Receiver, ReceiverState
 from relay.transfer.sender import Outgoing
+from relay.transfer.store import ChecksummedStore
 
 Emit = Callable[[TransferEvent], None]
 
@@ -123,7 +122,13 @@ class InboundLink:
     """One accepted connection after its hello. ``run`` is the reader's loop; a writer thread sends the replies."""
 
     def __init__(
-        self, channel: Channel, peer: Hello, table: ReceptionTable, store: KvStore, checksum: Checksum, clock: Clock
+        self,
+        channel: Channel,
+        peer: Hello,
+        table: ReceptionTable,
+        store: ChecksummedStore,
+        checksum: Checksum,
+        clock: Clock,
     ) -> None:
         self._channel = channel
         self._peer = peer
@@ -137,11 +142,10 @@ class InboundLink:
     def run(self) -> None:
         """Read until the connection ends; every reception it fed fails then."""
         self._writer.start()
-        reader = FrameReader(self._channel, self._checksum, MAX_KV_BYTES)
         reason = ""
         try:
             while True:
-                self._handle(*reader.read())
+                self._handle(*read_frame(self._channel, self._checksum))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection from {self._peer.worker} ended: {error}"
         finally:
@@ -155,7 +159,7 @@ class InboundLink:
         for reply in replies:
             self._outbox.put(reply)
 
-    def _handle(self, header: Header, payload: memoryview) -> None:
+    def _handle(self, header: Header, payload: memoryview, expected: int) -> None:
         if header.epoch != self._peer.incarnation:
             return
         reception = self._table.get(header.transfer)
@@ -165,17 +169,27 @@ class InboundLink:
             return
         with reception.lock:
             receiver = reception.receiver
-            now_ns = self._clock.now_ns()
             if header.kind is Kind.KV:
-                if receiver.admit(header, now_ns):
-                    self._store.write_kv(
-                        header.layer, reception.block_table, header.first_token, header.token_count, payload
-                    )
-                    receiver.written(header)
+                self._receive_kv(reception, header, payload, expected)
             else:
-                receiver.receive(header, payload, now_ns)
+                receiver.receive(header, payload, self._clock.now_ns())
             reception.link = self
         self._table.settle(reception)
+
+    def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
+        """Copy and check in one pass. Under the reception's lock, so damage fails the transfer before anyone can see its blocks."""
+        receiver = reception.receiver
+        if not receiver.admit(header, self._clock.now_ns()):
+            return
+        try:
+            self._store.write(
+                header.layer, reception.block_table, header.first_token, header.token_count, payload, expected
+            )
+        except FrameError as error:
+            receiver.abort(f"damaged KV frame from {self._peer.worker}: {error}")
+            reception.link = self
+            raise
+        receiver.written(header)
 
     def _write(self) -> None:
         try:

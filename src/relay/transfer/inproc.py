@@ -173,8 +173,8 @@ class InprocTransport:
     def receive(self, parcel: Parcel) -> None:
         """A frame arrives. A damaged one ends the link, as on a real wire."""
         try:
-            header = parse(parcel.header)
-            verify(parcel.header, parcel.payload, self._network.checksum)
+            header, expected = parse(parcel.header, self._network.checksum)
+            verify(parcel.payload, expected, self._network.checksum)
             self._handle(header, parcel)
         except FrameError:
             self.peer_lost(parcel.source)

@@ -11,22 +11,22 @@ from collections.abc import Callable
 import numpy as np
 
 from relay.clock import Clock
-from relay.transfer.channel import Channel, ChannelClosed, FrameReader, send_frame
+from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
-    Identity,
-    KvStore,
+    Layout,
     SendAcknowledged,
     SendFailed,
     SendOrder,
     TransferEvent,
     TransferLimits,
 )
-from relay.transfer.frame import MAX_CONTROL_BYTES, MAX_KV_BYTES, Checksum, FrameError, Handoff
-from relay.transfer.handshake import HANDSHAKE_TIMEOUT_S, HelloRefused, greet
+from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, FrameError, Handoff, seal_over
+from relay.transfer.handshake import HelloRefused
 from relay.transfer.sender import Outgoing, Sender, SenderState
+from relay.transfer.store import ChecksummedStore
 
-Dial = Callable[[tuple[str, ...]], Channel]
-"""Open a connection to the first of the addresses that answers. Raises ChannelClosed."""
+Dial = Callable[[SendOrder], Channel]
+"""Open a connection to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
 
 
 class _Sending:
@@ -45,8 +45,9 @@ class OutboundLink:
         self,
         order: SendOrder,
         dial: Dial,
-        identity: Identity,
-        store: KvStore,
+        epoch: int,
+        layout: Layout,
+        store: ChecksummedStore,
         limits: TransferLimits,
         checksum: Checksum,
         emit: Callable[[TransferEvent], None],
@@ -54,7 +55,8 @@ class OutboundLink:
     ) -> None:
         self._order = order
         self._dial = dial
-        self._identity = identity
+        self._epoch = epoch
+        self._layout = layout
         self._store = store
         self._limits = limits
         self._checksum = checksum
@@ -75,6 +77,12 @@ class OutboundLink:
         self._writer.start()
 
     @property
+    def scheme(self) -> str:
+        """The wire in use; empty until there is one."""
+        with self._lock:
+            return "" if self._channel is None else self._channel.scheme
+
+    @property
     def closed(self) -> bool:
         with self._lock:
             return self._closed
@@ -85,7 +93,7 @@ class OutboundLink:
             if self._closed:
                 return False
             now_ns = self._clock.now_ns()
-            sender = Sender(order, self._identity.incarnation, self._identity.layout, self._limits, now_ns)
+            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns)
             if self._opened:
                 sender.link_opened(now_ns)
             self._sendings[order.transfer] = _Sending(sender)
@@ -148,12 +156,12 @@ class OutboundLink:
         order = self._order
         reason = f"KV connection to {order.target} failed"
         try:
-            channel = self._dial(order.addresses)
+            channel = self._dial(order)
             with self._lock:
                 self._channel = channel
-            channel.set_timeout(HANDSHAKE_TIMEOUT_S)
-            greet(channel, self._identity, self._checksum, order.target, order.target_incarnation)
-            channel.set_timeout(None)
+                closed = self._closed
+            if closed:
+                channel.close()
             threading.Thread(target=self._read, args=(channel,), name=f"kv-ack-{order.target}", daemon=True).start()
             with self._lock:
                 self._opened = True
@@ -167,8 +175,9 @@ class OutboundLink:
             self.close(reason)
 
     def _write(self, channel: Channel) -> None:
-        buffer = memoryview(bytearray(MAX_KV_BYTES))
+        room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
         while True:
+            channel.await_room(room)  # before a frame is picked: from then on its blocks may not be taken away
             with self._lock:
                 while (job := self._pick()) is None:
                     if self._closed:
@@ -182,14 +191,14 @@ class OutboundLink:
             if sending is None:
                 send_frame(channel, header, outgoing.payload or b"", self._checksum)
                 continue
-            payload = buffer[: header.payload_bytes]
+            payload = channel.reserve(header.payload_bytes)
             try:
-                self._store.read_kv(header.layer, block_table, header.first_token, header.token_count, payload)
+                checksum = self._store.read(header.layer, block_table, header.first_token, header.token_count, payload)
             finally:
                 with self._lock:
                     sending.reading = False
                     self._idle.notify_all()
-            send_frame(channel, header, payload, self._checksum)
+            channel.commit(seal_over(header, checksum, self._checksum))
 
     def _pick(self) -> tuple[_Sending | None, Outgoing] | None:
         """The next frame in turn; a sending comes with it only if KV must be read."""
@@ -204,11 +213,10 @@ class OutboundLink:
         return None
 
     def _read(self, channel: Channel) -> None:
-        reader = FrameReader(channel, self._checksum, MAX_CONTROL_BYTES)
         reason = f"KV connection to {self._order.target} failed"
         try:
             while True:
-                header, payload = reader.read()
+                header, payload, _ = read_frame(channel, self._checksum, MAX_CONTROL_BYTES)
                 with self._lock:
                     sending = self._sendings.get(header.transfer)
                     if sending is not None:

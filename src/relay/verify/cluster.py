@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from relay.config import ControlConfig, WorkerConfig
+from relay.config import ControlConfig, WorkerConfig, control_for
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
@@ -79,9 +79,10 @@ class VerifyCluster:
             str(model.pack.path),
             model.digest,
             lambda name, line: self._log.append(f"{name}: {line}"),
+            workers=[worker for worker, _ in slots],
             perturb=perturb,
         )
-        self._core = GatewayCore(control or ControlConfig(), info, slots)
+        self._core = GatewayCore(control_for(config.backend, control or ControlConfig()), info, slots)
         self._shell = GatewayShell(self._core, self._workers)
         self._workers.attach(self._shell)
 

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from relay.config import ControlConfig, WorkerConfig
+from relay.config import BackendName, ControlConfig, WorkerConfig
 from relay.models.store import LoadedModel
 from relay.protocol.messages import Role
 from relay.verify.cluster import VerifyCluster
@@ -79,10 +79,13 @@ async def one_thread(setting: Setting) -> Outputs:
     return outputs, "1 thread"
 
 
-async def large_blocks(setting: Setting) -> Outputs:
-    async with setting.cluster(COLOCATED, block_size=64) as cluster:
-        outputs = await cluster.run(setting.requests, salt=own_salt, together=True)
-    return outputs, "blocks of 64 tokens"
+def blocks(size: int) -> Callable[[Setting], Awaitable[Outputs]]:
+    async def path(setting: Setting) -> Outputs:
+        async with setting.cluster(COLOCATED, block_size=size) as cluster:
+            outputs = await cluster.run(setting.requests, salt=own_salt, together=True)
+        return outputs, f"blocks of {size} tokens" if size != setting.worker.block_size else ""
+
+    return path
 
 
 async def prefix_cached(setting: Setting) -> Outputs:
@@ -96,8 +99,8 @@ async def prefix_cached(setting: Setting) -> Outputs:
 async def preempted(setting: Setting) -> Outputs:
     longest = max(len(request.token_ids) + request.params.max_tokens for request in setting.requests)
     geometry = setting.model.program.geometry
-    value_bytes = 2 if setting.worker.kv_cache_dtype == "bfloat16" else 4
-    memory = (longest + 96) * geometry.num_layers * 2 * geometry.kv_width * value_bytes
+    tokens = longest + 6 * setting.worker.block_size
+    memory = tokens * geometry.num_layers * 2 * geometry.kv_width * setting.worker.kv_bytes_per_value
     async with setting.cluster(COLOCATED, kv_cache_memory_bytes=memory, growth_tokens=0) as cluster:
         outputs = await cluster.run(setting.requests, salt=own_salt, together=True)
         preemptions = await cluster.until_counter("relay_worker_preemptions_total", 1)
@@ -137,7 +140,8 @@ PATHS: dict[str, Callable[[Setting], Awaitable[Outputs]]] = {
     "chunks of 50": chunked(50),
     "chunks of 128": chunked(128),
     "one thread": one_thread,
-    "blocks of 64": large_blocks,
+    "blocks of 16": blocks(16),
+    "blocks of 64": blocks(64),
     "prefix cache": prefix_cached,
     "preempted": preempted,
     "split": split,
@@ -145,4 +149,12 @@ PATHS: dict[str, Callable[[Setting], Awaitable[Outputs]]] = {
     "resumed, P killed": killed("prefill-0", 2),
     "resumed, D killed": killed("decode-0", 60),
 }
+_ELSEWHERE = {"cpu": ("blocks of 16",), "reference": ("blocks of 16",), "cuda": ("one thread", "blocks of 64")}
+
+
+def paths_of(backend: BackendName) -> list[str]:
+    """The paths that differ from the baseline on ``backend``: its own block size and threads it does not have are none."""
+    return [name for name in PATHS if name not in _ELSEWHERE[backend]]
+
+
 QUICK = ("batched", "chunks of 16", "split", "resumed, D killed")

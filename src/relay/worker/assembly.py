@@ -1,20 +1,23 @@
 """From a spec to a loaded engine: pack, backend, KV pool, scheduler, runner."""
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
-from relay.errors import CorruptModelError, DoesNotFitError, ModelNotFoundError, UsageError
-from relay.kernels.backend import Backend
+from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
+from relay.kernels.backend import Backend, QueueingBackend
 from relay.kernels.numerics import numerics_id
 from relay.kernels.perturbed import perturbed
 from relay.models.llama import build_program
 from relay.models.pack import Pack
 from relay.transfer.contract import Identity, Layout
 from relay.transfer.frame import Checksum
+from relay.worker.device import make_backend, num_kv_blocks
 from relay.worker.spec import WorkerSpec
+from relay.worker.status_page import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,12 @@ class Engine:
     identity: Identity
     num_layers: int
     checksum: Checksum
+    overlapped: bool  # the backend queues its work on a device
 
 
-def assemble(spec: WorkerSpec) -> Engine:
-    """Load what ``spec`` names. Raises RelayError with the line for the user."""
+def assemble(spec: WorkerSpec, announce: Callable[[Phase], None] = lambda phase: None) -> Engine:
+    """Load what ``spec`` names; ``announce`` hears of each phase that follows "loading". Raises RelayError with the line for the
+    user."""
     try:
         pack = Pack(Path(spec.pack_path))
     except FileNotFoundError as error:
@@ -45,17 +50,18 @@ def assemble(spec: WorkerSpec) -> Engine:
         raise UsageError(f"max_model_len {max_model_len} exceeds the model's {geometry.max_positions} positions")
     layout = Layout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, spec.kv_cache_dtype)
     block_bytes = layout.token_bytes * geometry.num_layers * spec.block_size
-    num_blocks = spec.kv_cache_memory_bytes // block_bytes
-    if num_blocks < 1:
-        raise DoesNotFitError(
-            f"--kv-cache-memory of {spec.kv_cache_memory_bytes} bytes holds no block: "
-            f"the {spec.block_size} tokens of --block-size need {block_bytes} bytes"
-        )
-    backend, checksum = _backend(spec)
+    backend, checksum = make_backend(spec)
     if spec.perturb:
         backend = perturbed(backend, spec.perturb)
+    if spec.kv_cache_memory_bytes:
+        num_kv_blocks(spec, backend, block_bytes)  # before gigabytes are loaded for nothing
     backend.load(program, pack)
+    num_blocks = num_kv_blocks(spec, backend, block_bytes)
     backend.allocate_kv(num_blocks, spec.block_size, spec.kv_cache_dtype)
+    queueing = spec.backend == "cuda"
+    if queueing:
+        announce("compiling")
+        cast(QueueingBackend, backend).warm_up(max_model_len)
     name = numerics_id({**backend.numerics(), "model": pack.digest})
     try:
         limits = SchedulerLimits(
@@ -76,19 +82,5 @@ def assemble(spec: WorkerSpec) -> Engine:
         identity=Identity(spec.worker, spec.incarnation, pack.digest, name, layout),
         num_layers=geometry.num_layers,
         checksum=checksum,
+        overlapped=queueing,
     )
-
-
-def _backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
-    """The backend ``spec`` names and the fastest CRC32C that comes with it."""
-    if spec.backend == "reference":
-        from relay.kernels.reference.backend import ReferenceBackend
-        from relay.transfer.checksum import crc32c as vectorised
-
-        return ReferenceBackend(), vectorised
-    from relay.kernels.cpu.backend import CpuBackend
-    from relay.kernels.cpu.crc32c import crc32c as instruction
-
-    threads = spec.threads or len(os.sched_getaffinity(0))
-    backend = CpuBackend(threads, max_tokens=spec.max_num_batched_tokens, max_sampled=spec.max_num_seqs)
-    return backend, instruction

@@ -154,7 +154,8 @@ class WorkerCore:
                 for index, row in enumerate(plan.rows)
                 if (sink := self._sink(row.slot, row.start, row.count))
             }
-            self._commands.append(StartStep(plan, sinks, self._failures))
+            manifest = self._held.manifest(plan, self._scheduler.key_of_slot)
+            self._commands.append(StartStep(plan, sinks, self._failures, manifest))
         messages, timer_ns = self._reporter.due(now_ns)
         self._commands += [SendToGateway(None, message) for message in messages]
         if timer_ns is not None:

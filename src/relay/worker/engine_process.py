@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
@@ -44,9 +45,22 @@ def main() -> None:
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
     """A step or transfer thread died of a bug: an engine that looks alive without it would be worse than a dead one."""
+    if isinstance(args.exc_value, RelayError):
+        print(args.exc_value, file=sys.stderr, flush=True)
+        os._exit(args.exc_value.exit_code)
     threading.__excepthook__(args)
     sys.stderr.flush()
     os._exit(1)
+
+
+def declare_compiling(page: StatusPage, clock: MonotonicClock) -> None:
+    """Show kernels that are compiled in the middle of a step as what they are, so that no deadline of steps counts their time."""
+    from relay.kernels.cuda.launch import watch_compiler
+
+    watch_compiler(
+        lambda: page.set_phase("compiling", clock.now_ns()),
+        lambda: page.set_phase("stepping", clock.now_ns()),
+    )
 
 
 def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
@@ -57,30 +71,43 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     page.set_phase("loading", clock.now_ns())
     from relay.worker.assembly import assemble
 
-    engine = assemble(spec)
+    engine = assemble(spec, lambda phase: page.set_phase(phase, clock.now_ns()))
+    if engine.overlapped:
+        declare_compiling(page, clock)
     from relay.protocol.messages import GatewayToEngine, Hello
-    from relay.transfer.tcp import TcpTransport
+    from relay.transfer.transport import WiredTransport
+    from relay.transfer.wire import open_wires
     from relay.worker.control_link import ControlLink, LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.engine_shell import EngineShell
+    from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
     from relay.worker.inbox import Inbox
+    from relay.worker.record import Recorder, WorkerSettings
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
-    transport = TcpTransport(
+    transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        spec.kv_host,
-        spec.kv_port,
+        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port),
         checksum=engine.checksum,
         clock=clock,
     )
     config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
-    core = WorkerCore(config, engine.scheduler, engine.runner.kv_digests)
-    shell = EngineShell(core, transport, inbox, page, clock)
-    steps = StepThread(engine.runner, transport, engine.num_layers, page, inbox.post, clock)
+    digest_kv: DigestKv = engine.runner.kv_digests
+    recorder = None
+    if spec.record:
+        settings = WorkerSettings(config, engine.limits, engine.identity.numerics_id)
+        path = Path(spec.record) / f"{spec.worker}-{spec.incarnation}-{os.getpid()}.relay"
+        recorder = Recorder(path, f"{spec.worker} incarnation {spec.incarnation}", settings)
+        digest_kv = recorder.digests(digest_kv)
+    core = WorkerCore(config, engine.scheduler, digest_kv)
+    shell = EngineShell(core, transport, inbox, page, clock, recorder)
+    steps = StepThread(
+        engine.runner, transport, engine.num_layers, page, inbox.post, clock, overlapped=engine.overlapped
+    )
     signal.signal(signal.SIGTERM, lambda number, frame: inbox.post(DrainRequested()))
     hello = Hello(
         process="engine",

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from relay.config import TransportName
 from relay.errors import UsageError
 from relay.protocol.messages import Role
 
@@ -22,9 +23,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gateways: list[str]  # "tcp://host:port" of the worker listener of every gateway
     pack_path: str
     model_digest: str = ""  # refuse to start on any other pack; empty: take what the file says
-    backend: Literal["cpu", "reference"] = "cpu"
+    backend: Literal["cpu", "cuda", "reference"] = "cpu"
+    device: str = "cuda:0"  # of the cuda backend
+    gpu_memory_fraction: float = 0.9  # of that device's memory for this worker, where kv_cache_memory_bytes is 0
     threads: int = 0  # 0: one a core
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: int = 1 << 30  # 0: what gpu_memory_fraction leaves
     kv_cache_dtype: Literal["float32", "bfloat16"] = "float32"
     block_size: int = 16
     max_num_seqs: int = 64
@@ -33,7 +36,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: int = 0  # 0: the model's own limit
     kv_host: str = "127.0.0.1"  # where the KV listener binds and what it advertises
     kv_port: int = 0  # 0: ephemeral
+    transport: TransportName = (
+        "auto"  # how KV travels: shared memory where both engines can, else TCP; or only one of them
+    )
     perturb: str = ""  # a kernels.perturbed kind: `relay verify --inject` makes one worker wrong on purpose
+    record: str = ""  # a folder: record there what the core is told and decides; empty: do not
     drain_timeout_s: float = 30.0  # after SIGTERM or Drain: how long running requests may take to finish
 
 

@@ -8,14 +8,11 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import numpy as np
 import torch
 import triton
 
-from relay.errors import CorruptModelError, DoesNotFitError, UsageError
+from relay.errors import UsageError
 from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda import linear_choice
 from relay.kernels.cuda.attention_prefill import tile_rows_for
@@ -23,19 +20,22 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers
+from relay.kernels.cuda.launch import device_errors
+from relay.kernels.cuda.loading import load_weights, weight_bytes
+from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, has_limits, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
-from relay.kernels.cuda.weights import to_device
+from relay.kernels.cuda.weights import Progress, WeightUpload, no_progress
+from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.probe import probe_digest
-from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, Program, RmsNorm
+from relay.kernels.program import Buffer, Linear, Program
 from relay.kernels.sampler import InvalidLogits, SlotState, draw
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
-Loaded = TypeVar("Loaded")
 _SAMPLED = (Buffer.S, Buffer.L)
 
 
@@ -48,13 +48,18 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(
-        self, device: str = "cuda:0", max_rows: int = 256, max_tokens: int = 8192, graphs: bool = True
+        self,
+        device: str = "cuda:0",
+        max_rows: int = 256,
+        max_tokens: int = 8192,
+        graphs: bool = True,
+        progress: Progress = no_progress,
     ) -> None:
-        if not torch.cuda.is_available():
-            raise UsageError("no CUDA device: torch sees none; use the cpu backend, or check the driver")
+        check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._progress = progress
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
         self._tables = SamplerTables(max_rows + 1, device)
@@ -64,50 +69,20 @@ class CudaBackend:
         self._graphs = DecodeGraphs(self, max_rows) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
-        self._written = torch.cuda.Event()
         self._capacity = 0
         self._step: Step | None = None
         self._replayed = False
 
     # --- set-up -----------------------------------------------------------------------------------------------------
 
+    @device_errors()
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
-        geometry = program.geometry
-        matrices: dict[str, tuple[int, int]] = {}
-        vectors: dict[str, tuple[int, ...]] = {}
-        vectors["rope.cos"] = vectors["rope.sin"] = (geometry.max_positions, geometry.head_dim // 2)
-        for op in program.ops:
-            match op:
-                case Embed(weight, dst):
-                    matrices[weight] = (geometry.vocab, geometry.width(dst))
-                case Linear(src, dst, weight, bias):
-                    matrices[weight] = (geometry.width(dst), geometry.width(src))
-                    if bias is not None:
-                        vectors[bias] = (geometry.width(dst),)
-                case RmsNorm(src, _, weight):
-                    vectors[weight] = (geometry.width(src),)
-                case HeadNorm(q_weight, k_weight):
-                    vectors[q_weight] = vectors[k_weight] = (geometry.head_dim,)
-        device = self._device
         try:
-            for name, shape in matrices.items():
-                packed = _get(weights.matrix, name)
-                if (packed.n, packed.k) != shape:
-                    raise CorruptModelError(
-                        f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}"
-                    )
-                device.matrices[name] = to_device(packed, device.name)
-            for name, wanted in vectors.items():
-                vector = _get(weights.vector, name)
-                if vector.shape != wanted or vector.dtype != np.float32:
-                    raise CorruptModelError(
-                        f"{name} is {vector.dtype} {vector.shape}, the program needs float32 {wanted}"
-                    )
-                device.vectors[name] = torch.from_numpy(np.ascontiguousarray(vector)).to(device.name)
+            load_weights(program, weights, self._device, WeightUpload(self._device.name, self._progress))
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
-            raise DoesNotFitError(f"the weights do not fit on {device.name}: {_memory(device.name)}") from error
+            raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
 
     def load_tensors(
         self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]
@@ -120,6 +95,7 @@ class CudaBackend:
     def bind(self, program: Program) -> None:
         """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
         self._program = program
+        self._written = LayerEvents(program.sink_points)
         torch.cuda.synchronize(self._device.name)  # the weights came on other streams
         linear_choice.use_exact_library()
         device = self._device
@@ -138,6 +114,7 @@ class CudaBackend:
         self._scratch = SamplerScratch(self._max_rows, program.geometry.vocab, device.name)
         self._drawn = torch.zeros(self._max_rows, 2, dtype=torch.int32, device=device.name)
 
+    @device_errors()
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
         """Raises UsageError for a dtype other than bfloat16 or an odd block size, DoesNotFitError."""
         if dtype != "bfloat16":
@@ -149,43 +126,50 @@ class CudaBackend:
         try:
             self._device.kv = torch.empty(shape, dtype=torch.bfloat16, device=self._device.name)
         except torch.cuda.OutOfMemoryError as error:
-            need = int(np.prod(shape)) * 2
-            raise DoesNotFitError(
-                f"{num_blocks} KV blocks need {need >> 20} MiB: {_memory(self._device.name)}"
-            ) from error
+            raise does_not_fit(self._device.name, f"{num_blocks} KV blocks", int(np.prod(shape)) * 2) from error
         self._block_size = block_size
         self._group = g.num_heads // g.num_kv_heads
         self._tile_rows = tile_rows_for(block_size, g.head_dim)
 
-    def kv_blocks_that_fit(self, block_size: int, utilization: float = 0.9) -> int:
-        """Blocks for which there is memory after weights and buffers, with 1 - ``utilization`` of the device left free."""
+    def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
+        """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
         with torch.cuda.stream(self._stream):
             self.reserve(self._max_tokens, self._max_rows)
-        free, total = torch.cuda.mem_get_info(self._device.name)
-        g = self._program.geometry
-        block = g.num_layers * 2 * g.kv_width * block_size * 2
-        return max(0, int(free - (1 - utilization) * total) // block)
+        self._stream.synchronize()
+        torch.cuda.empty_cache()
+        return kv_blocks_that_fit(self._device.name, self._program.geometry, block_size, fraction)
 
+    @device_errors()
     def warm_up(self, longest: int) -> None:
         """Compile and capture what sequences of at most ``longest`` tokens need. Before any sequence: overwrites block 0."""
         with torch.cuda.stream(self._stream):
             self.reserve(self._max_tokens, self._max_rows)
             if self._graphs is not None:
                 self._graphs.warm_up(longest)
-        count = min(self._block_size, longest)
-        prompt = Batch(
+        for count in sorted(
+            {min(count, longest, self._max_tokens) for count in (2, 17, 48, 130, 700, self._max_tokens)}
+        ):
+            self.run(0, len(self._launches), self._prompt(count))
+        self._stream.synchronize()
+        raw = memoryview(bytearray(self.kv_bytes_per_token_layer()))
+        self.read_kv(0, np.zeros(1, np.int32), 0, 1, raw)
+        self.write_kv(0, np.zeros(1, np.int32), 0, 1, raw)
+        self._draws.forget()
+
+    def _prompt(self, count: int) -> Batch:
+        """A step of one prompt of ``count`` tokens that all lie in block 0; it draws nothing."""
+        return Batch(
             token_ids=np.zeros(count, np.int32),
             positions=np.arange(count, dtype=np.int32),
             row_starts=np.array([0, count], np.int32),
             slots=np.zeros(1, np.int32),
-            block_tables=np.zeros((1, 1), np.int32),
+            block_tables=np.zeros((1, -(-count // self._block_size)), np.int32),
             sampled_rows=np.zeros(0, np.int32),
         )
-        self.run(0, len(self._launches), prompt)
-        self._stream.synchronize()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
+    @device_errors()
     def run(self, start: int, stop: int, batch: Batch) -> None:
         with torch.cuda.stream(self._stream):
             if start == 0:
@@ -197,8 +181,8 @@ class CudaBackend:
             if not self._replayed:
                 for launch in self._launches[start:stop]:
                     launch(self._step)
-            self._written.record(self._stream)
-            if stop == len(self._launches) and len(batch.sampled_rows):
+            self._written.ran(start, stop)
+            if stop == len(self._launches):
                 self._queue_draw(batch, self._step)
 
     def _begin(self, batch: Batch, whole: bool) -> None:
@@ -259,6 +243,7 @@ class CudaBackend:
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
+    @device_errors()
     def bind_slot(
         self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
     ) -> None:
@@ -274,7 +259,7 @@ class CudaBackend:
 
     def _queue_draw(self, batch: Batch, step: Step) -> None:
         """Draw on the device and queue the copy of tokens (and of logits that the host needs) to the host."""
-        if not self._replayed:
+        if not self._replayed and len(batch.sampled_rows):
             self._launch_sampler(step, self.limited(batch))
         slots = [int(slot) for slot in batch.slots[batch.sampled_rows]]
         states = [self._slots[slot] for slot in slots]
@@ -304,6 +289,11 @@ class CudaBackend:
         for state, sampled in zip(pending.states, tokens, strict=True):
             state.push(sampled.token_id)
 
+    def ended(self, batch: Batch) -> bool:
+        """Whether everything queued for ``batch`` is done. The draw of a batch without sampled rows ends with this."""
+        return self._draws.ended(batch)
+
+    @device_errors()
     def sample(self, batch: Batch) -> list[SampledToken]:
         """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``); then no slot's host state has moved on."""
         pending = self._draws.take(batch)
@@ -327,12 +317,15 @@ class CudaBackend:
     def kv_bytes_per_token_layer(self) -> int:
         return 2 * self._program.geometry.kv_width * 2
 
+    @device_errors()
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self._transfers.read(self._device.cache(layer), block_table, first, count, out, self._written)
+        self._transfers.read(self._device.cache(layer), block_table, first, count, out, self._written.of(layer))
 
+    @device_errors()
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
         self._transfers.write(self._device.cache(layer), block_table, first, count, data)
 
+    @device_errors()
     def copy_block(self, source: int, target: int) -> None:
         assert self._device.kv is not None
         with torch.cuda.stream(self._stream):
@@ -369,15 +362,3 @@ def _needs_host(state: SlotState) -> bool:
     return bool(
         p.logprobs is not None or p.has_penalties or len(state.bias_ids) or (state.masking and len(state.masked_ids))
     )
-
-
-def _get(load: Callable[[str], Loaded], name: str) -> Loaded:
-    try:
-        return load(name)
-    except KeyError:
-        raise CorruptModelError(f"the model has no weight {name}") from None
-
-
-def _memory(device: str) -> str:
-    free, total = torch.cuda.mem_get_info(device)
-    return f"{free >> 20} of {total >> 20} MiB are free"

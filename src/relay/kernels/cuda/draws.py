@@ -45,14 +45,30 @@ class Draws:
         self._waiting = [draw for draw in self._waiting if draw.batch is not batch][1 - DEPTH :]
         host = self._hosts[self._next][: len(slots)]
         self._next = (self._next + 1) % DEPTH
-        host.copy_(drawn[: len(slots)], non_blocking=True)
-        event = torch.cuda.Event()
+        if slots:
+            host.copy_(drawn[: len(slots)], non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
         event.record()
         self._waiting.append(Draw(batch, slots, states, host, event, on_host, logits))
 
     def waiting(self) -> list[Draw]:
         """Draws not yet taken, oldest first. At most DEPTH - 1 are kept: a caller that never samples loses the oldest."""
         return list(self._waiting)
+
+    def ended(self, batch: Batch) -> bool:
+        """Whether the draw of ``batch`` is there to be taken. One without rows, which nobody takes, is forgotten then."""
+        draw = next((draw for draw in self._waiting if draw.batch is batch), None)
+        if draw is None:
+            return True
+        if not draw.event.query():
+            return False
+        if not draw.slots:
+            self._waiting.remove(draw)
+        return True
+
+    def forget(self) -> None:
+        """Drop all that is waiting."""
+        self._waiting.clear()
 
     def take(self, batch: Batch) -> Draw:
         """The draw of ``batch``, which must have been run to its last op."""

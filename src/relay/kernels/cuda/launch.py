@@ -5,13 +5,17 @@ thing each kernel does with memory that another kernel writes: it waits for the 
 scheduled. Because every kernel waits, a kernel's end implies the end of all before it. It changes when, never what.
 """
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from relay.errors import DeviceLostError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -40,6 +44,40 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     if INTERPRETED:
         return {}
     return {"enable_fp_fusion": False, "launch_pdl": pdl}
+
+
+def watch_compiler(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` and ``after`` each kernel that Triton compiles (or finds in its cache on disk). Process-wide."""
+
+    def begin(**_: Any) -> None:
+        before()
+
+    def end(**_: Any) -> None:
+        after()
+
+    triton.knobs.runtime.jit_cache_hook = begin
+    triton.knobs.runtime.jit_post_compile_hook = end
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether ``error`` leaves the CUDA context unusable, as every CUDA error does but a lack of memory."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "Triton Error [CUDA]", "CUDA driver"))
+    )
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise a CUDA error of the body as DeviceLostError."""
+    try:
+        yield
+    except Exception as error:
+        if is_device_lost(error):
+            first = str(error).splitlines()[0]
+            raise DeviceLostError(f"the GPU failed: {first}; this worker ends") from error
+        raise
 
 
 @triton.jit

@@ -1,0 +1,63 @@
+"""Weights of a program onto the device, with every name and shape checked."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from relay.errors import CorruptModelError
+from relay.kernels.cuda.ops import Device
+from relay.kernels.cuda.weights import WeightUpload
+from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
+from relay.kernels.weights import WeightSource
+
+Loaded = TypeVar("Loaded")
+
+
+def load_weights(program: Program, weights: WeightSource, device: Device, upload: WeightUpload) -> None:
+    """Fill ``device.matrices`` and ``device.vectors``. Raises CorruptModelError for a missing weight or a wrong shape."""
+    matrices, vectors = shapes_of(program)
+    for name, shape in matrices.items():
+        packed = _get(weights.matrix, name)
+        if (packed.n, packed.k) != shape:
+            raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
+        device.matrices[name] = upload.matrix(packed)
+    for name, wanted in vectors.items():
+        vector = _get(weights.vector, name)
+        if vector.shape != wanted or vector.dtype != np.float32:
+            raise CorruptModelError(f"{name} is {vector.dtype} {vector.shape}, the program needs float32 {wanted}")
+        device.vectors[name] = torch.from_numpy(np.array(vector)).to(device.name)
+
+
+def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
+    """Shapes of the matrices [n, k] and of the vectors that ``program`` reads, by name."""
+    geometry = program.geometry
+    matrices: dict[str, tuple[int, int]] = {}
+    vectors: dict[str, tuple[int, ...]] = {}
+    vectors["rope.cos"] = vectors["rope.sin"] = (geometry.max_positions, geometry.head_dim // 2)
+    for op in program.ops:
+        match op:
+            case Embed(weight, dst):
+                matrices[weight] = (geometry.vocab, geometry.width(dst))
+            case Linear(src, dst, weight, bias):
+                matrices[weight] = (geometry.width(dst), geometry.width(src))
+                if bias is not None:
+                    vectors[bias] = (geometry.width(dst),)
+            case RmsNorm(src, _, weight):
+                vectors[weight] = (geometry.width(src),)
+            case HeadNorm(q_weight, k_weight):
+                vectors[q_weight] = vectors[k_weight] = (geometry.head_dim,)
+    return matrices, vectors
+
+
+def weight_bytes(program: Program) -> int:
+    """Bytes of all matrices of ``program`` in bf16."""
+    return 2 * sum(n * k for n, k in shapes_of(program)[0].values())
+
+
+def _get(load: Callable[[str], Loaded], name: str) -> Loaded:
+    try:
+        return load(name)
+    except KeyError:
+        raise CorruptModelError(f"the model has no weight {name}") from None

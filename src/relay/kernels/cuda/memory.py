@@ -1,0 +1,52 @@
+"""How much of a device one process may use, and the lines that say so when it is too little."""
+
+import torch
+
+from relay.errors import DoesNotFitError, UsageError
+from relay.kernels.program import Geometry
+
+LEAST_CAPABILITY = (8, 0)
+OVERHEAD_BYTES = 2 << 30  # CUDA context, library workspaces and captured graphs, which torch does not count
+MIB = 1 << 20
+
+
+def check_device(device: str) -> None:
+    """Raises UsageError for no GPU, no such GPU, or one too old for bf16 tensor cores."""
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "no CUDA device: torch sees none; check the driver with nvidia-smi, or serve with --backend cpu"
+        )
+    count, index = torch.cuda.device_count(), torch.device(device).index or 0
+    if index >= count:
+        raise UsageError(
+            f"--device {device}: torch sees {count} CUDA device{'s' if count > 1 else ''}, numbered from 0"
+        )
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        raise UsageError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}; "
+            f"the cuda backend needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (Ampere) or newer"
+        )
+
+
+def kv_block_bytes(geometry: Geometry, block_size: int) -> int:
+    return geometry.num_layers * 2 * geometry.kv_width * block_size * 2
+
+
+def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fraction: float) -> int:
+    """KV blocks that fit in ``fraction`` of the device beside what this process holds already, and in what is free now.
+
+    The first bound does not depend on other processes, so that workers that start together get what they get alone.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    room = min(fraction * total - held - OVERHEAD_BYTES, free - OVERHEAD_BYTES // 4)
+    return max(0, int(room) // kv_block_bytes(geometry, block_size))
+
+
+def does_not_fit(device: str, what: str, needed: int) -> DoesNotFitError:
+    free, total = torch.cuda.mem_get_info(device)
+    return DoesNotFitError(
+        f"{what} need {needed // MIB} MiB on {device}, where {free // MIB} of {total // MIB} MiB are free; "
+        "use a larger GPU, more of them (--device), or fewer workers on it"
+    )

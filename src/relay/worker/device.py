@@ -1,0 +1,84 @@
+"""Building the backend that a spec names, and the KV pool that fits."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import cast
+
+from relay.errors import DoesNotFitError, UsageError
+from relay.kernels.backend import Backend, QueueingBackend
+from relay.transfer.frame import Checksum
+from relay.worker.spec import WorkerSpec
+
+REPORT_S = 5.0  # between lines about a long load
+
+
+def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
+    """The backend ``spec`` names and the fastest CRC32C there is for it. Raises UsageError for a missing extra or device."""
+    if spec.backend == "reference":
+        from relay.kernels.reference.backend import ReferenceBackend
+        from relay.transfer.checksum import crc32c as vectorised
+
+        return ReferenceBackend(), vectorised
+    from relay.kernels.cpu.crc32c import crc32c as instruction
+
+    if spec.backend == "cuda":
+        return _cuda(spec), instruction
+    from relay.kernels.cpu.backend import CpuBackend
+
+    threads = spec.threads or len(os.sched_getaffinity(0))
+    return CpuBackend(threads, max_tokens=spec.max_num_batched_tokens, max_sampled=spec.max_num_seqs), instruction
+
+
+def num_kv_blocks(spec: WorkerSpec, backend: Backend, block_bytes: int) -> int:
+    """Blocks of the KV pool: by the memory given, or what the loaded device has left. Raises DoesNotFitError for none."""
+    if spec.kv_cache_memory_bytes:
+        num_blocks = spec.kv_cache_memory_bytes // block_bytes
+        if num_blocks < 1:
+            raise DoesNotFitError(
+                f"--kv-cache-memory of {spec.kv_cache_memory_bytes} bytes holds no block: "
+                f"the {spec.block_size} tokens of --block-size need {block_bytes} bytes"
+            )
+        return num_blocks
+    num_blocks = cast(QueueingBackend, backend).kv_blocks_that_fit(spec.block_size, spec.gpu_memory_fraction)
+    if num_blocks < 1:
+        raise DoesNotFitError(
+            f"{spec.worker} may use {spec.gpu_memory_fraction:.0%} of {spec.device}, which leaves no room for a KV block of "
+            f"{block_bytes} bytes beside the weights; raise --gpu-memory-utilization, use a larger GPU, or fewer workers on it"
+        )
+    return num_blocks
+
+
+def _cuda(spec: WorkerSpec) -> Backend:
+    try:
+        from relay.kernels.cuda.backend import CudaBackend
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        raise UsageError(
+            f"--backend cuda needs {error.name}, which is not installed: pip install 'relay-serving[gpu]'"
+        ) from None
+    return CudaBackend(
+        spec.device,
+        max_rows=spec.max_num_seqs,
+        max_tokens=spec.max_num_batched_tokens,
+        progress=_LoadReport(time.monotonic).moved,
+    )
+
+
+class _LoadReport:
+    """A line on stderr every few seconds of a load that takes longer."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._bytes = 0
+        self._start_s = self._said_s = now_s()
+
+    def moved(self, count: int) -> None:
+        self._bytes += count
+        now_s = self._now_s()
+        if now_s - self._said_s >= REPORT_S:
+            self._said_s = now_s
+            rate = self._bytes / (now_s - self._start_s) / 1e9
+            print(f"loading weights: {self._bytes / 1e9:.1f} GB, {rate:.1f} GB/s", file=sys.stderr, flush=True)

@@ -1,0 +1,32 @@
+"""Weights are unpacked on the device to what the host would have made of them, rounded once to bf16."""
+
+import pytest
+
+from relay.kernels import packing
+from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
+from relay.kernels.weights import Encoding
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+loading = pytest.importorskip("relay.kernels.cuda.loading")
+weights = pytest.importorskip("relay.kernels.cuda.weights")
+
+
+@pytest.mark.parametrize("name", ["embed", "0.qkv", "0.out", "0.gate_up", "0.down", "1.qkv"])
+def test_every_encoding_is_unpacked_as_the_host_does(name: str) -> None:
+    packed = ProbeWeights().matrix(name)
+    want = torch.from_numpy(packing.unpack_matrix(packed)).bfloat16()
+    got = weights.unpack(torch.from_numpy(packed.data.copy()), packed.n, packed.k, packed.encoding)
+    assert got.shape == (packed.n, packed.k)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def test_the_probe_has_every_encoding() -> None:
+    found = {ProbeWeights().matrix(name).encoding for name in loading.shapes_of(probe_program())[0]}
+    assert found == set(Encoding)
+
+
+def test_weight_bytes_count_a_tied_matrix_once() -> None:
+    g = GEOMETRY
+    layer = g.hidden * (g.qkv_width + g.num_heads * g.head_dim + 2 * g.intermediate + g.intermediate)
+    assert loading.weight_bytes(probe_program()) == 2 * (g.vocab * g.hidden + g.num_layers * layer)
