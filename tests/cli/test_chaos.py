@@ -62,6 +62,19 @@ def test_every_answer_is_the_calm_one(model, cache, shape, faults):
     assert report["resume_ms"]["p50"] <= report["resume_ms"]["p99"]
 
 
+def test_cells_are_kept_and_not_run_again(model, cache, tmp_path):
+    arguments = ["--shape", "2", "--requests", "6", "--faults", "2", "--keep", str(tmp_path / "cells")]
+    first = small(model, cache, *arguments)
+    again = small(model, cache, *arguments, "--output", str(tmp_path / "report.json"))
+    assert first.returncode == again.returncode == 0
+    assert "kept from an earlier run" not in first.stderr
+    assert "kept from an earlier run" in again.stderr
+    assert json.loads(first.stdout)["cells"] == json.loads(again.stdout)["cells"]
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(again.stdout)
+    other = small(model, cache, *arguments[:-4], "--faults", "1", *arguments[-2:])
+    assert "kept from an earlier run" not in other.stderr
+
+
 def test_a_worker_that_rounds_differently_is_noticed(model, cache):
     ended = small(model, cache, "--requests", "20", "--faults", "0", "--inject", "rounding")
     report = json.loads(ended.stdout)

@@ -11,9 +11,9 @@ from typing import Any
 from relay.chaos.kinds import KINDS, Kind
 from relay.chaos.pipe import Injury, Pipe
 from relay.chaos.plan import Fault
-from relay.chaos.proxy import Life, Proxy
+from relay.chaos.proxy import KvFrame, Life, Proxy
 from relay.chaos.resume import Resumes
-from relay.chaos.watch import Seen
+from relay.chaos.watch import Placement, Seen
 
 MOMENT_PATIENCE_S = 3.0
 BUSY_PATIENCE_S = 2.0
@@ -195,32 +195,28 @@ class Injector:
             await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
 
     async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
-        """At the ``nth`` KV frame from now on; False when none is to come."""
+        """At the ``nth`` KV frame of a transfer, or at the handoff of one that has fewer; False when none is to come."""
         struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = fault.nth
 
-        def look(transfer: int, pipe: Pipe, target: str) -> Injury | None:
-            nonlocal left
-            left -= 1
-            life = self._proxy.lives.get(target)
-            if left > 0 or struck.done() or life is None:
+        def look(frame: KvFrame) -> Injury | None:
+            life = self._proxy.lives.get(frame.target)
+            if struck.done() or life is None or not (frame.handoff or frame.number >= fault.nth):
                 return None
-            self._record(fault.kind, life, only_transfer=transfer)
+            self._record(fault.kind, life, only=frame.placement)
             struck.set_result(None)
             return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
 
         self._proxy.kv_injury = look
         came = await self._until(struck, KV_PATIENCE_S)
-        self._proxy.kv_injury = lambda transfer, pipe, target: None
-        self.by_kind[fault.kind] += came
+        self._proxy.kv_injury = lambda frame: None
+        if came:
+            self.by_kind[fault.kind] += 1
         return came
 
-    def _record(self, kind: str, life: Life, only_transfer: int = 0) -> None:
+    def _record(self, kind: str, life: Life, only: Placement | None = None) -> None:
         """Note what every choice it strikes is doing."""
         now_s = time.monotonic()
-        struck = self._proxy.watch.held_by(life.worker)
-        if only_transfer:
-            struck = [placement for placement in struck if placement.transfer == only_transfer]
+        struck = self._proxy.watch.held_by(life.worker) if only is None else [only]
         for placement in struck:
             moment = "draining" if life.draining else placement.moment
             self.moments[(kind, moment)] += 1

@@ -25,6 +25,7 @@ class ChaosSettings:
     request_timeout_s: float = 180.0
     inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
     trace: Path | None = None
+    keep: Path | None = None  # folder of cells' results: those that are there already are not run again
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= 100_000:

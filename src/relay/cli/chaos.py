@@ -3,10 +3,10 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
-from relay.chaos.kinds import KINDS
 from relay.chaos.plan import choose_kinds
 from relay.chaos.report import report
 from relay.chaos.run import run_chaos
@@ -35,6 +35,12 @@ from relay.errors import UsageError
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache.")
 @click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of cells' results; those that passed already are not run again.",
+)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def chaos(
     model: str,
@@ -55,6 +61,8 @@ def chaos(
     offline: bool,
     cache_dir: Path | None,
     inject: str | None,
+    keep: Path | None,
+    output: Path | None,
     as_json: bool,
 ) -> int:
     """Serve MODEL on real clusters, kill, stop and cut everything in them while requests run, and compare every answer with
@@ -77,6 +85,7 @@ def chaos(
         longest_words=longest_prompt,
         longest_answer=longest_answer,
         inject=inject or "",
+        keep=keep,
     )
     for shape in settings.shapes:
         choose_kinds(list(settings.kinds), shape)
@@ -86,6 +95,8 @@ def chaos(
 
     cells, calm = asyncio.run(run_chaos(settings, say))
     document = report(cells, calm)
+    if output is not None:
+        output.write_text(json.dumps(document, indent=1) + "\n")
     if as_json:
         click.echo(json.dumps(document))
     else:
@@ -93,8 +104,26 @@ def chaos(
     return 0 if all(cell.passed for cell in cells) else 1
 
 
-def _print(document: dict[str, object]) -> None:
-    click.echo(json.dumps(document, indent=1))
+def _print(document: dict[str, Any]) -> None:
+    """The report for people: a line a kind, then the sums."""
+    click.echo(
+        f"{'kind':20} {'faults':>6} {'resume ms p50':>14} {'p99':>9} {'detected ms p50':>16} {'p99':>9}  struck while"
+    )
+    for kind, row in document["by_kind"].items():
+        resume, detect = row["resume_ms"], row["detect_ms"]
+        moments = ", ".join(f"{moment} {count}" for moment, count in document["moments"].get(kind, {}).items())
+        times = f"{_ms(resume['p50']):>14} {_ms(resume['p99']):>9} {_ms(detect['p50']):>16} {_ms(detect['p99']):>9}"
+        click.echo(f"{kind:20} {row['faults']:>6} {times}  {moments}")
+    calm = document["calm"]
+    click.echo(
+        f"resume p50 {_ms(document['resume_ms']['p50'])} ms, p99 {_ms(document['resume_ms']['p99'])} ms; without faults, "
+        f"{calm['resumed_tokens_p50'] or 0:.0f} tokens and a step take {_ms(calm['reprefill_and_step_ms_p50'])} ms"
+    )
+    for problem in document["problems"]:
+        click.echo(problem)
+    counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
+    click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 
 
-__all__ = ["KINDS", "chaos"]
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
