@@ -245,7 +245,7 @@ def test_hedges_can_be_turned_off() -> None:
 def test_what_may_crash_engines_gets_no_hedge() -> None:
     world = World(first, ABC, RICH).ready()
     world.submit(PROMPT)
-    choice_of(world).blames = 1
+    choice_of(world).request.suspicion.blames = 1
     go_silent(world, "a")
     assert numbers(world) == [1]
 
