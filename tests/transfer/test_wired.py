@@ -28,6 +28,7 @@ from relay.transfer.frame import (
     Handoff,
     Header,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
     seal,
@@ -166,7 +167,8 @@ def damaged(pair, head, payload, *, then_close=False):
     """D's verdict on a frame that follows a good one."""
     pair.target.transport.open_receive(receive_order())
     channel = raw_peer(pair.target)
-    send_frame(channel, Header(Kind.PROBE, 7, 1, 1), b"", crc32c)
+    probe = encode_payload(Probe(0))
+    send_frame(channel, Header(Kind.PROBE, 7, 1, 1, payload_bytes=len(probe)), probe, crc32c)
     assert answer(channel)[0].kind is Kind.CREDIT
     send_raw(channel, head, payload)
     if then_close:

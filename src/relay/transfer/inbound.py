@@ -189,7 +189,7 @@ class InboundLink:
             receiver.abort(f"damaged KV frame from {self._peer.worker}: {error}")
             reception.link = self
             raise
-        receiver.written(header)
+        receiver.written(header, self._clock.now_ns())
 
     def _write(self) -> None:
         try:

@@ -16,9 +16,11 @@ from relay.transfer.frame import (
     Handoff,
     Header,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
 )
+from relay.transfer.watchdog import Watchdog
 
 
 class SenderState(StrEnum):
@@ -85,8 +87,7 @@ class Sender:
         self._handoff: Handoff | None = None
         self._abort_due = False
         self._probe_due = False
-        self._heard_ns = now_ns
-        self._probed_ns = now_ns
+        self.watchdog = Watchdog(limits.probe_ns, limits.stall_ns, now_ns)
 
     @property
     def over(self) -> bool:
@@ -127,7 +128,7 @@ class Sender:
             return None
         if self._probe_due:
             self._probe_due = False
-            return self._control(Kind.PROBE, b"")
+            return self._control(Kind.PROBE, encode_payload(Probe(self.bytes_sent)))
         if self._ready:
             return self._next_kv()
         if self._handoff is not None and self.all_sent and self.state is SenderState.STREAMING:
@@ -143,9 +144,10 @@ class Sender:
         """A frame from D. Of another epoch or attempt: dropped. Raises FrameError for a payload that is none."""
         if header.epoch != self.epoch or header.attempt != self.order.attempt or self.over:
             return
-        self._heard_ns = now_ns
+        self.watchdog.heard(now_ns)
         if header.kind is Kind.CREDIT:
             self._bytes_credited = max(self._bytes_credited, decode_payload(payload, Credit).bytes_copied)
+            self.watchdog.arrived(self._bytes_credited, now_ns)
         elif header.kind is Kind.COMPLETE:
             self._move(SenderEvent.COMPLETE_RECEIVED, "complete before the handoff")
             self._abort_due = self.state is SenderState.FAILED
@@ -161,18 +163,17 @@ class Sender:
         self._move(SenderEvent.LINK_LOST, reason)
 
     def tick(self, now_ns: int) -> None:
-        """Ask for a probe after a silence of ``probe_ns``; give up after ``lease_ns``."""
-        silence = now_ns - self._heard_ns
-        if silence >= self.limits.lease_ns:
-            if self._move(SenderEvent.LEASE_EXPIRED, f"peer silent for {silence / 1e9:.1f} s"):
-                self._abort_due = True
-        elif silence >= self.limits.probe_ns and now_ns - self._probed_ns >= self.limits.probe_ns // 2:
-            self._probe_due = True
-            self._probed_ns = now_ns
+        """Ask for a probe, or give up, when the watchdog says so."""
+        if self.over:
+            return
+        verdict = self.watchdog.check(now_ns, self.bytes_sent, self.limits.lease_ns, "peer")
+        if verdict.reason and self._move(SenderEvent.LEASE_EXPIRED, verdict.reason):
+            self._abort_due = True
+        self._probe_due = self._probe_due or verdict.probe
 
     def link_opened(self, now_ns: int) -> None:
         """The first frame may go: tell D at once that P is there, even if the prompt waits in a queue."""
-        self._heard_ns = self._probed_ns = now_ns
+        self.watchdog.restart(now_ns)
         self._probe_due = True
 
     def _mark_ready(self, layer: int) -> None:
