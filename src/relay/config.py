@@ -77,7 +77,7 @@ class RetryConfig:
 
     max_failures: int = 8
     max_losses: int = 100  # workers killed under it, which is nobody's fault
-    max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
+    max_blames: int = 3  # crashes and hangs of the engine that computed it; the last one in a step of its own
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0

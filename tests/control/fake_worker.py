@@ -1,12 +1,14 @@
 """A pure model of a worker for tests of the gateway's core: tokens are a hash of everything before them."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import (
     Accept,
     Cancel,
+    ComputedRow,
     Drain,
     Hello,
     Load,
@@ -67,6 +69,19 @@ class FakeWorker:
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     prefills: dict[SequenceKey, Prefill] = field(default_factory=dict)
     draining: bool = False
+
+    def works(self) -> list[tuple[Work, int]]:
+        """(work, position after the next step's last) of everything that computes."""
+        found = [(s.work, s.work.num_prompt + len(s.tokens)) for s in self.sequences.values() if s.runnable]
+        return found + [(order.work, len(order.work.token_ids)) for order in self.prefills.values()]
+
+    def manifest(self, guilty: Callable[[Work], bool]) -> tuple[list[ComputedRow], bool]:
+        """The step that a row of a ``guilty`` work is in: alone if it is suspected, else with all others that are not."""
+        works = self.works()
+        alone = [row for row in works if row[0].solo_until >= row[1] and guilty(row[0])][:1]
+        rows = alone or [row for row in works if row[0].solo_until < row[1]]
+        named = [ComputedRow(work.request, work.choice, work.attempt, end) for work, end in rows]
+        return named, len({work.request for work, _ in rows}) == 1
 
     def hello(self, process: str) -> Hello:
         return Hello(

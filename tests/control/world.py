@@ -12,7 +12,7 @@ from relay.control.contract import ModelInfo, RequestFailure, Submission
 from relay.control.core import GatewayCore
 from relay.control.invariants import violations
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import EngineExited, Heartbeat, Message, SequenceFailed
+from relay.protocol.messages import EngineExited, Heartbeat, Message, SequenceFailed, Work
 from relay.protocol.sampling import SamplingParams
 
 MODEL = ModelInfo("fake", "digest", "numerics", 1000, 512, 0, (0,))
@@ -68,7 +68,7 @@ class World:
         self.history: deque[e.WorkerMessage] = deque(maxlen=50)
         self.next_request = 1
         self.silent: set[WorkerKey] = set()
-        self.crash_on: Callable[[FakeWorker], bool] | None = None
+        self.crash_on: Callable[[Work], bool] | None = None
         self.handle(e.Started())
 
     # --- the gateway ----------------------------------------------------------------------------------------------
@@ -144,6 +144,7 @@ class World:
         if worker is None or not worker.alive:
             return
         worker.alive = False
+        manifest = worker.manifest(self.crash_on or bool)
         worker.sequences.clear()
         worker.prefills.clear()
         self.handoffs = [h for h in self.handoffs if key not in h[:2]]
@@ -155,7 +156,7 @@ class World:
                     other.out.append(SequenceFailed(work.request, work.choice, work.attempt, "target lost", True))
         agent: list[e.Event] = [e.ConnectionLost(key, "agent", "EOF")]
         if signal != 9:
-            agent.insert(0, e.WorkerMessage(key, EngineExited(signal=signal)))
+            agent.insert(0, e.WorkerMessage(key, EngineExited(None, signal, *manifest)))
         engine: list[e.Event] = [e.ConnectionLost(key, "engine", "EOF")]
         self.endings[key] = (engine + agent if engine_first else agent + engine) + [e.LauncherExited(key, None, signal)]
 
@@ -233,7 +234,7 @@ class World:
     def _hear(self, key: WorkerKey) -> None:
         worker = self.workers[key]
         worker.receive(self.to_engine[key].popleft())
-        if self.crash_on is not None and self.crash_on(worker):
+        if self.crash_on is not None and any(self.crash_on(work) for work, _ in worker.works()):
             self.kill(key, 11)
 
     def _step(self, worker: FakeWorker) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from relay.chaos.kv_tap import KvTap
 from relay.chaos.pipe import Connection, End, Injury, Pipe
 from relay.chaos.watch import Watch
-from relay.protocol.framing import FrameDecoder, encode
+from relay.protocol.framing import HEADER_BYTES, FrameDecoder, encode, payload_size
 from relay.protocol.messages import (
     AgentToGateway,
     EngineToGateway,
@@ -226,9 +226,11 @@ class _ControlTap:
     def _hello(self, data: bytes) -> bytes:
         """Nothing is passed on before the hello is whole."""
         self._first += data
-        if len(self._first) < 4 or len(self._first) < 4 + int.from_bytes(self._first[:4], "little"):
+        if len(self._first) < HEADER_BYTES:
             return b""
-        size = 4 + int.from_bytes(self._first[:4], "little")
+        size = HEADER_BYTES + payload_size(self._first)
+        if len(self._first) < size:
+            return b""
         (hello,) = FrameDecoder(AgentToGateway | EngineToGateway).feed(self._first[:size])
         assert isinstance(hello, Hello)
         assert self.connection is not None

@@ -1,6 +1,8 @@
 """All cells of a run, one after the other: for each seed the calm answers once, then a cluster of every shape."""
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from relay.chaos.cell import Cell
 from relay.chaos.oracle import Calm, calm_outcomes
@@ -11,6 +13,13 @@ from relay.chaos.settings import CellResult, ChaosSettings
 
 async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tuple[list[CellResult], Calm | None]:
     """Raises StartupError when a server does not start or is wrong without faults."""
+    surprises: list[str] = []
+
+    def surprised(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        surprises.append(f"{context.get('message', '')}: {context.get('exception')!r}")
+        loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(surprised)
     cells: list[CellResult] = []
     calm: Calm | None = None
     for seed in settings.seeds:
@@ -19,6 +28,8 @@ async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tupl
         calm = calm or cost
         for shape in settings.shapes:
             result = await Cell(settings, shape, seed, requests, expected, say).run()
+            result.problems += [f"chaos itself: {text}" for text in surprises]
+            surprises.clear()
             cells.append(result)
             say(
                 f"{shape.name} seed {seed}: {result.identical} of {result.requests} identical, {result.failed} failed, "

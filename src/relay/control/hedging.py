@@ -41,9 +41,7 @@ class Hedger:
     def _deserves_one(attempt: Attempt) -> bool:
         """Once an attempt, and never what may be crashing engines: that would only show it another one."""
         choice = attempt.choice
-        return (
-            not attempt.hedged and len(choice.attempts) < MAX_ATTEMPTS and not choice.blames and not choice.unexplained
-        )
+        return not attempt.hedged and len(choice.attempts) < MAX_ATTEMPTS and not choice.request.suspicion.total
 
     def _hedge(self, attempt: Attempt, now_ns: int) -> None:
         budget = self._state.hedge_budget

@@ -15,6 +15,10 @@ def violations(state: ClusterState) -> list[str]:
             found.append(f"request {request.id} is kept without an open choice")
         if len(open_choices) != request.open_choices:
             found.append(f"request {request.id} counts {request.open_choices} open choices, has {len(open_choices)}")
+        if request.suspicion.unexplained != sum(
+            (request in worker.unexplained) + (request in worker.long_step) for worker in state.workers.values()
+        ):
+            found.append(f"request {request.id} counts {request.suspicion.unexplained} unexplained losses")
         for choice in request.choices:
             found += _choice(state, choice)
     found += _workers(state)
@@ -76,6 +80,4 @@ def _workers(state: ClusterState) -> list[str]:
                 found.append(f"{worker.id} holds {attempt}, which is elsewhere")
         if worker.state in (WorkerState.LOST, WorkerState.STOPPED, WorkerState.STARTING) and worker.live:
             found.append(f"{worker.id} is {worker.state.value} and holds {len(worker.live)} attempts")
-        if worker.exclusive is not None and worker.exclusive.state is ChoiceState.ENDED:
-            found.append(f"{worker.id} is kept for a choice that ended")
     return found

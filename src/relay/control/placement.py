@@ -92,7 +92,8 @@ class Dispatcher:
         if prefill is not None:
             transfer = state.next_transfer
             state.next_transfer += 1
-        attempt = choice.begin(decode, prefill, transfer, now_ns)
+        solo_until = choice.request.suspicion.solo_until(state.config.retry.max_blames)
+        attempt = choice.begin(decode, prefill, transfer, solo_until, now_ns)
         hashes = choice.hashes(decode.numerics_id)
         decode.expect(attempt, hashes)
         if prefill is None:
@@ -200,7 +201,6 @@ class Dispatcher:
         for survivor in choice.attempts:
             survivor.hedge = False
         if not choice.attempts:
-            self._state.release_exclusive(choice)
             choice.move(Trigger.REOPEN)
             self._state.queue.add_resumed(choice)
 
@@ -225,7 +225,6 @@ class Dispatcher:
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
-        self._doubt(choice, now_ns)
         for attempt in choice.attempts:
             if attempt.state is AttemptState.RUNNING:
                 self._state.breakers.workers[attempt.decode.id].succeeded(now_ns)
@@ -235,7 +234,6 @@ class Dispatcher:
         """End every choice; ``failure`` None: the client is gone, nobody is told."""
         for choice in request.choices:
             if choice.state is not ChoiceState.ENDED:
-                self._doubt(choice, now_ns)
                 self._abandon(choice, now_ns)
                 choice.move(Trigger.END)
         if self._state.requests.pop(request.id, None) is None:
@@ -280,7 +278,7 @@ class Dispatcher:
             self._leave(attempt, now_ns)
         self._state.changed = True
         self._state.queue.remove(choice)
-        self._state.release_exclusive(choice)
+        choice.request.suspicion.clear(choice.index)
 
     def _leave(self, attempt: Attempt, now_ns: int) -> None:
         """Take the attempt off its workers: it is live no more."""
@@ -290,15 +288,7 @@ class Dispatcher:
         for worker in attempt.workers:
             worker.unbook(attempt)
         attempt.move(AttemptTrigger.END, now_ns)
-        attempt.ahead.clear()
         attempt.choice.attempts.remove(attempt)
-
-    def _doubt(self, choice: Choice, now_ns: int) -> None:
-        """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""
-        if choice.blames:
-            for attempt in choice.attempts:
-                for worker in attempt.workers:
-                    worker.unsure_until_ns = now_ns + int(self._state.config.detector.step_deadline_s * SECOND)
 
     def _cancel(self, attempt: Attempt) -> None:
         for worker in attempt.workers:

@@ -26,8 +26,6 @@ class Choice:
 
     __slots__ = (
         "attempts",
-        "blame_mark",
-        "blames",
         "committed",
         "disagreements",
         "disputed",
@@ -46,7 +44,6 @@ class Choice:
         "state",
         "transfer_failures",
         "troubled",
-        "unexplained",
         "witnesses",
     )
 
@@ -63,9 +60,6 @@ class Choice:
         self.failures = 0
         self.losses = 0  # attempts that ended with their worker
         self.transfer_failures = 0
-        self.blames = 0
-        self.blame_mark = 0
-        self.unexplained = 0  # engines just lost under it, whose agents have not said yet whether they crashed
         self.full_since_ns = 0
         self.not_before_ns = 0
         self.resumes = False  # the next placement computes again what one before it had
@@ -84,11 +78,11 @@ class Choice:
             raise AssertionError(f"choice {self.request.id}.{self.index}: {trigger.name} in {self.state.name}")
         self.state = target
 
-    def begin(self, decode: Worker, prefill: Worker | None, transfer: int, now_ns: int) -> Attempt:
+    def begin(self, decode: Worker, prefill: Worker | None, transfer: int, solo_until: int, now_ns: int) -> Attempt:
         """A new live attempt from prompt and committed tokens."""
         assert len(self.attempts) < MAX_ATTEMPTS
         self.num_attempts += 1
-        attempt = Attempt(self, self.num_attempts, self.start, decode, prefill, transfer, now_ns)
+        attempt = Attempt(self, self.num_attempts, self.start, decode, prefill, transfer, solo_until, now_ns)
         self.attempts.append(attempt)
         return attempt
 
@@ -129,19 +123,50 @@ class Choice:
     def progressed(self) -> None:
         """A token was committed: forget the troubles before it."""
         self.failures = self.losses = self.transfer_failures = self.full_since_ns = self.not_before_ns = 0
-        if len(self.committed) > self.blame_mark:
-            self.blames = 0
-        self.troubled = self.blames > 0
+        suspicion = self.request.suspicion
+        if self.num_tokens > suspicion.ends.get(self.index, 0):
+            suspicion.clear(self.index)
+        self.troubled = self.index in suspicion.ends
         self.disputed = None  # whoever began there has agreed with all that followed
 
     def __repr__(self) -> str:
         return f"<choice {self.request.id}.{self.index} attempt {self.num_attempts} {self.state.value}>"
 
 
+class Suspicion:
+    """What speaks against one request: engines that ended by themselves while they computed it.
+
+    ``ends``: choice → the position up to which those steps were to compute it. A choice with a token behind that is innocent; when
+    all that were named are, so is the request.
+    """
+
+    __slots__ = ("blames", "ends", "unexplained")
+
+    def __init__(self) -> None:
+        self.blames = 0
+        self.ends: dict[int, int] = {}
+        self.unexplained = 0  # engines just lost under it, whose agents have not said why, and those that may hang
+
+    @property
+    def total(self) -> int:
+        """Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is."""
+        return self.blames + self.unexplained
+
+    def clear(self, choice: int) -> None:
+        """``choice`` came past the place, or will not go there."""
+        self.ends.pop(choice, None)
+        if not self.ends:
+            self.blames = 0
+
+    def solo_until(self, max_blames: int) -> int:
+        """Positions before this are computed alone: one more blame would end the request. 0: none."""
+        return max(self.ends.values(), default=0) if self.blames >= max_blames - 1 else 0
+
+
 class Request:
     """One client request: what was submitted and its choices."""
 
-    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns")
+    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns", "suspicion")
 
     def __init__(self, request: int, submission: Submission, now_ns: int) -> None:
         self.id = request
@@ -149,6 +174,7 @@ class Request:
         self.submitted_ns = now_ns
         self.choices = [Choice(self, index) for index in range(submission.n)]
         self.open_choices = submission.n
+        self.suspicion = Suspicion()
         self._hashes: dict[str, list[bytes]] = {}
 
     def prompt_hashes(self, numerics_id: str) -> list[bytes]:

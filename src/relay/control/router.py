@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from relay.config import SECOND
 from relay.control.attempts import Attempt
 from relay.control.breaker import EVERYTHING
-from relay.control.requests import Choice
+from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
-from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
 from relay.protocol.block_hash import UNIT_TOKENS
 
@@ -46,24 +45,36 @@ class Router:
 
     def any_room(self) -> bool:
         """Whether looking at the queue can be worth while at all."""
-        for worker in self._state.workers.values():
-            if worker.state is WorkerState.READY and (worker.has_room or worker.exclusive is not None):
-                return True
-        return False
+        return any(worker.has_room for worker in self._state.ready_workers())
 
     def choose(self, choice: Choice, now_ns: int) -> Placement | None:
         """A placement for ``choice`` now, or None: it waits."""
+        request = choice.request
+        suspicion = request.suspicion
+        if suspicion.unexplained and suspicion.total >= self._state.config.retry.max_blames - 1:
+            return None  # whether it must run alone is about to be known
+        placement = self._place(choice, now_ns)
+        if placement is None or len(request.choices) == 1:
+            return placement
+        homes = self._computing_at(request)
+        if not homes or (placement.prefill or placement.decode) in homes:
+            return placement
+        ready = self._state.ready_workers()
+        for home in homes:  # until it has proved harmless it computes on one engine at a time
+            if home.role != "prefill" and home.has_room and self._may_serve(home, choice) and home in ready:
+                return Placement(home, None, self._uncached(home, choice), 0)
+        return None
+
+    @staticmethod
+    def _computing_at(request: Request) -> list[Worker]:
+        """Where an unproven request is: one that has no token yet, or is blamed. Empty for others."""
+        if not request.suspicion.blames and any(choice.committed for choice in request.choices):
+            return []
+        attempts = [attempt for choice in request.choices for attempt in choice.attempts]
+        return list(dict.fromkeys(attempt.prefill or attempt.decode for attempt in attempts))
+
+    def _place(self, choice: Choice, now_ns: int) -> Placement | None:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
-        if not ready:
-            return None
-        # Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is.
-        suspicion, max_blames = choice.blames + choice.unexplained, self._state.config.retry.max_blames
-        if choice.unexplained and suspicion >= max_blames:
-            return None
-        if suspicion >= max_blames - 1:
-            return self._alone(choice, ready, now_ns)
-        if choice.troubled:
-            self._state.release_exclusive(choice)  # a loss under it turned out to be no crash
         return self._among(ready, choice, now_ns)
 
     def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:
@@ -169,16 +180,3 @@ class Router:
             if best is None or cost < best_cost:
                 best, best_cost = worker, cost
         return best
-
-    def _alone(self, choice: Choice, ready: list[Worker], now_ns: int) -> Placement | None:
-        """A choice that may be killing engines runs where nothing else does: one worker is kept free for it."""
-        kept = next((worker for worker in ready if worker.exclusive is choice), None)
-        if kept is None:
-            free = [worker for worker in ready if worker.exclusive is None]
-            if not free:
-                return None
-            kept = min(
-                free, key=lambda worker: (now_ns < worker.unsure_until_ns, len(worker.live), worker.role == "prefill")
-            )
-            kept.exclusive = choice
-        return None if kept.live or now_ns < kept.unsure_until_ns else Placement(kept, None, choice.num_tokens, 0)

@@ -48,7 +48,7 @@ from relay.control.events import (
 )
 from relay.control.record import Recorder
 from relay.ids import WorkerKey
-from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_CONNECTIONS = 1024
 logger = logging.getLogger("relay.gateway")
@@ -224,8 +224,15 @@ class GatewayShell:
 
     # --- events in ------------------------------------------------------------------------------------------------
 
-    def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
-        self._handle(LauncherExited(worker, status, signal, reason))
+    def launcher_exited(
+        self,
+        worker: WorkerKey,
+        status: int | None,
+        signal: int | None,
+        reason: str = "",
+        engine: EngineExited | None = None,
+    ) -> None:
+        self._handle(LauncherExited(worker, status, signal, reason, engine))
 
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))

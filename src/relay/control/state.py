@@ -9,7 +9,7 @@ from relay.control.budget import TokenBucket
 from relay.control.commands import Command
 from relay.control.contract import ModelInfo
 from relay.control.queue import WaitQueue
-from relay.control.requests import Choice, Request
+from relay.control.requests import Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
@@ -55,12 +55,6 @@ class ClusterState:
 
     def ready_workers(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.state is WorkerState.READY]
-
-    def release_exclusive(self, choice: Choice) -> None:
-        """No worker is kept free for ``choice`` any more."""
-        for worker in self.workers.values():
-            if worker.exclusive is choice:
-                worker.exclusive = None
 
     def coming(self, worker: Worker) -> bool:
         """Not ready, but on its way and not in a crash loop."""

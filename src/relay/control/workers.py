@@ -13,7 +13,7 @@ from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello
 
 if TYPE_CHECKING:
     from relay.control.attempts import Attempt
-    from relay.control.requests import Choice
+    from relay.control.requests import Request
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
 STEP_MEMORY = 7  # the usual step is an average that forgets an eighth with each sample
@@ -48,8 +48,9 @@ class Worker:
         self.slow = False  # its present step takes far too long
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
-        self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
-        self.explained = True  # False while the agent of a lost engine may still say why it ended
+        self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
+        self.long_step: list[Request] = []  # what its engine computes in a step that may hang
+        self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
@@ -62,8 +63,6 @@ class Worker:
         self.full = False  # refused a reservation and said nothing new since
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
-        self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
-        self.unsure_until_ns = 0  # a cancelled suspect's last step may still run here until then
         # prefix cache
         self.cached: set[bytes] = set()
         self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
@@ -89,7 +88,7 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return self.exclusive is None and len(self.live) < self.max_live
+        return len(self.live) < self.max_live
 
     @property
     def can_reserve(self) -> bool:
@@ -128,10 +127,9 @@ class Worker:
         self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
-        self.victims = []
+        self.blamed = False
         self.load = None
         self.full = self.tight = False
-        self.unsure_until_ns = 0
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
@@ -152,8 +150,6 @@ class Worker:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
         self.full = False
-        if self.exclusive is attempt.choice:
-            self.exclusive = None
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

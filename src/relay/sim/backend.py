@@ -29,6 +29,10 @@ class EngineCrash(BaseException):
     """The engine process dies here: no ``except Exception`` of the engine may hold it up, as none would a segmentation fault."""
 
 
+class EngineHang(BaseException):
+    """The step never ends: an endless loop, a device that does not answer."""
+
+
 def program() -> Program:
     ops: list[Op] = [Embed("embed")]
     for layer in range(LAYERS):

@@ -11,7 +11,7 @@ from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
 from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
-from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, HashBackend
+from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, EngineHang, HashBackend
 from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
 from relay.sim.network import Network, Side
@@ -53,10 +53,10 @@ class EngineProcess(Process):
         numerics: str,
         exited: Callable[[int | None, int | None], None],
         observe: "Callable[[EngineProcess, Event], None]",
-        poisoned: Callable[[], None],
     ) -> None:
         super().__init__(kernel)
         self.key = key
+        self._name = f"engine {key.worker} {key.incarnation}"  # of its stream of choices
         self.role = role
         self.numerics = numerics
         self.slow = 1
@@ -67,7 +67,8 @@ class EngineProcess(Process):
         self._swarm = swarm
         self._exited = exited
         self._observe = observe
-        self._poisoned = poisoned
+        self.poisoned = False  # a poison request crashed it
+        self.hung = False  # a poison request keeps its step from ending
         limits: SchedulerLimits = swarm.scheduler
         self.backend = HashBackend(numerics, self._trouble)
         self.backend.allocate_kv(limits.num_blocks, limits.block_size, "float32")
@@ -80,6 +81,7 @@ class EngineProcess(Process):
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
+        self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
         self._decoder = FrameDecoder(GatewayToEngine)
@@ -146,6 +148,7 @@ class EngineProcess(Process):
         self._turn_due = False
         while self.alive and self.inbox:
             event = self.inbox.popleft()
+            self.kernel.events += 1
             if isinstance(event, ReceiveCompleted):
                 self._observe(self, event)  # before the blocks may change
             self._carry_out(self.core.handle(event, self.now_ns()))
@@ -157,6 +160,7 @@ class EngineProcess(Process):
                 self.page.set_draining()
 
     def _tick(self) -> None:
+        self.kernel.events += 1
         self.transport.tick(self.now_ns())
         self.after(TICK_NS, self._tick)
 
@@ -202,7 +206,9 @@ class EngineProcess(Process):
         self.page.begin_step(step.manifest, self.now_ns())
         cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
         duration_ns = cost_ns * self.slow
-        if self.kernel.tape.below(2, "step computes late"):
+        with self.kernel.tape.within(self._name):
+            late = self.kernel.tape.below(2, "step computes late")
+        if late:
             self.after(duration_ns, self._finish_step, step, None)
         else:
             event = self._execute(step)
@@ -213,8 +219,11 @@ class EngineProcess(Process):
         try:
             return StepFinished(self._steps.execute(step))
         except EngineCrash:
-            self._poisoned()
+            self.poisoned = True
             self.end(None, 11)
+            return None
+        except EngineHang:
+            self.hung = True
             return None
 
     def _finish_step(self, step: StartStep, event: StepFinished | None) -> None:
@@ -231,7 +240,7 @@ class EngineProcess(Process):
 
     def _trouble(self, token_ids: list[int], rows: int) -> None:
         if POISON in token_ids:
-            raise EngineCrash
+            raise EngineHang if self._swarm.poison_hangs else EngineCrash
         if self.fail_rows and rows >= self.fail_rows:
             self.kernel.sometimes("a step of several rows raised" if rows > 1 else "a step of one row raised")
             self.fail_rows = 0

@@ -10,7 +10,7 @@ from relay.sim.worker import WorkerNode
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-SLOW_FACTOR = 10
+SLOW_FACTORS = (10, 80)
 CRASH_SIGNAL = 11
 STALL_MS = 2000
 
@@ -23,7 +23,7 @@ def inject(world: "World", kind: str) -> bool:
 def _pick(world: "World") -> WorkerNode | None:
     """A worker whose engine runs."""
     nodes = [node for node in world.workers.values() if node.alive and node.running is not None]
-    return world.kernel.tape.of(nodes, "victim") if nodes else None
+    return world.kernel.tape.of(world.prefer_workers(nodes), "victim") if nodes else None
 
 
 def _outage_ns(world: "World") -> int:
@@ -88,13 +88,14 @@ def _freeze_all(world: "World") -> bool:
 def _slow(world: "World") -> bool:
     node = _pick(world)
     engine = node.running if node else None
-    if node is None or engine is None:
+    if node is None or engine is None or engine.slow > 1:
         return False
-    world.harm(node.key.worker, "ten times slower")
-    engine.slow *= SLOW_FACTOR
+    factor = world.kernel.tape.of(SLOW_FACTORS, "slow factor")
+    world.harm(node.key.worker, f"{factor} times slower")
+    engine.slow = factor
 
     def recover() -> None:
-        engine.slow = max(1, engine.slow // SLOW_FACTOR)
+        engine.slow = 1
 
     world.until_healed(_outage_ns(world), node.key.worker, recover)
     return True
@@ -209,7 +210,7 @@ def _client_disconnect(world: "World") -> bool:
     clients = [client for client in world.clients.values() if client.open]
     if not clients:
         return False
-    world.disconnect(world.kernel.tape.of(clients, "client"))
+    world.disconnect(world.kernel.tape.of(world.prefer_clients(clients), "client"))
     return True
 
 
@@ -227,6 +228,7 @@ def _step_error(world: "World") -> bool:
     node = _pick(world)
     if node is None or node.running is None or node.running.fail_rows:
         return False
+    world.struck.hosts(node.key.worker)
     world.step_errors += 1
     node.running.fail_rows = world.kernel.tape.between(1, 2, "fail rows")
     return True
@@ -236,6 +238,7 @@ def _new_numerics(world: "World") -> bool:
     """A rolling upgrade begins: what starts from now on computes with other numerics."""
     if world.kernel.tape.below(4, "upgrade now"):
         return False
+    world.struck.hosts("")
     world.upgrade()
     return True
 

@@ -114,6 +114,7 @@ class OutboundLink:
             return
         try:
             for header, payload in self._stream.feed(data):
+                self._transport.network.handled()
                 if self.greeted:
                     sending = self.sendings.get(header.transfer)
                     if sending is not None:
@@ -223,6 +224,7 @@ class InboundLink:
             return
         try:
             for header, payload in self._stream.feed(data):
+                self._transport.network.handled()
                 if self._peer is None:
                     self._welcome(header, payload)
                 else:

@@ -273,17 +273,6 @@ def _own_stall_blames_others(original: Any) -> Any:
     return lambda detector, now_ns: None
 
 
-def _ahead_dropped(original: Any) -> Any:
-    """What D says before P is thrown away instead of kept."""
-
-    def from_decode(path: TokenPath, attempt: Attempt, worker: Worker, entry: Any, now_ns: int) -> None:
-        if entry.position > len(attempt.choice.committed) and attempt.prefill is not None:
-            return
-        original(path, attempt, worker, entry, now_ns)
-
-    return from_decode
-
-
 def _double_send(original: Any) -> Any:
     def place(dispatcher: Dispatcher, choice: Choice, placement: Any, now_ns: int) -> None:
         original(dispatcher, choice, placement, now_ns)
@@ -335,7 +324,6 @@ MUTANTS = (
     Mutant("a failed step counts as computed", Scheduler, "_roll_back", _no_rollback),
     Mutant("a frozen engine is fine", Membership, "heartbeat", _frozen_is_fine),
     Mutant("own stall is others' death", Detector, "_forgive_own_stall", _own_stall_blames_others),
-    Mutant("early tokens of D are dropped", TokenPath, "_from_decode", _ahead_dropped),
     Mutant("work sent to two workers", Dispatcher, "_place", _double_send),
     Mutant("backlog not given back", Worker, "unbook", _unbooked),
     Mutant("leases never expire on P", Sender, "tick", _nothing),

@@ -67,6 +67,7 @@ class Swarm:
     requests: int
     chaos_ms: int
     poison: int  # requests that crash every engine
+    poison_hangs: bool = False  # or keep its step from ending
 
     @property
     def kv_tokens(self) -> int:
@@ -107,7 +108,8 @@ def draw(tape: Tape) -> Swarm:
         mean_arrival_ms=of((2, 20, 100), "arrival_ms"),
         requests=between(3, 24, "requests"),
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
-        poison=1 if tape.chance(100, "poison") else 0,
+        poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
+        poison_hangs=tape.chance(300, "poison hangs"),
     )
 
 
@@ -143,8 +145,8 @@ def _control(tape: Tape) -> ControlConfig:
             budget_burst_tokens=of((60, 1 << 16), "retry_burst"),
         ),
         hedge=HedgeConfig(
-            budget_per_mille=of((50, 1000), "hedge_per_mille"),
-            slow_step_s=of((0.15, 0.6), "slow_step_s"),
+            budget_per_mille=of((50, 1000, 1000, 1000), "hedge_per_mille"),
+            slow_step_s=of((0.06, 0.3), "slow_step_s"),
             slow_factor=of((2, 8), "slow_factor"),
         ),
         breaker=BreakerConfig(

@@ -46,7 +46,7 @@ class Workload:
             eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
-        n = 1 if poison else tape.of((1, 1, 1, 2, 3), "n")
+        n = tape.of((1, 1, 1, 2, 3), "n")
         return Submission(prompt, params, n, deadline_ns=deadline_ns)
 
     def probe(self) -> Submission:

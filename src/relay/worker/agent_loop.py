@@ -11,9 +11,12 @@ from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbe
 from relay.worker.agent import FLUSH_S, HEARTBEAT_NS, engine_state
 from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.host import host_identity
+from relay.worker.last_word import last_word
 from relay.worker.spec import WorkerSpec
 from relay.worker.status_page import StatusPage, manifest_for
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
+
+KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class AgentLoop:
@@ -43,7 +46,10 @@ class AgentLoop:
         status, number = self._reap()
         rows = self._page.manifest()
         for index, link in enumerate(self._links):
-            self._say_exited(link, EngineExited(status, number, *manifest_for(rows, index)))
+            message = EngineExited(status, number, *manifest_for(rows, index))
+            self._say_exited(link, message)
+            if message.manifest and not lost and number not in KILL_SIGNALS:
+                print(last_word(index, message), flush=True)
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
