@@ -269,7 +269,7 @@ class InboundLink:
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
-        reception.link = cast(Any, self)
+        reception.heard_on(cast(Any, self), header.kind)
         table.settle(reception)
 
     def _lost(self, reason: str) -> None:

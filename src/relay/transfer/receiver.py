@@ -102,7 +102,9 @@ class Receiver:
         return not problem
 
     def written(self, header: Header, now_ns: int) -> None:
-        """The KV of an admitted frame is in the blocks."""
+        """The KV of an admitted frame is in the blocks. Nothing, if the transfer ended meanwhile."""
+        if self.over:
+            return
         mask = ((1 << header.token_count) - 1) << (header.first_token - self._first)
         before = self._covered[header.layer]
         self._covered[header.layer] = before | mask

@@ -121,24 +121,35 @@ class Sender:
 
     def next_frame(self) -> Outgoing | None:
         """The next frame allowed now, counted as sent; None: nothing until another event."""
+        return self._next_urgent() or self.next_kv() or self._next_handoff()
+
+    def next_control(self) -> Outgoing | None:
+        """``next_frame`` of a connection that carries no KV."""
+        return self._next_urgent() or self._next_handoff()
+
+    def next_kv(self) -> Outgoing | None:
+        """``next_frame`` of a connection that carries nothing else; frames of several may overtake each other."""
+        return self._next_kv() if self._ready and not self.over else None
+
+    def _next_urgent(self) -> Outgoing | None:
         if self._abort_due:
             self._abort_due = False
             return self._control(Kind.ABORT, encode_payload(Abort(self.reason)))
-        if self.over:
-            return None
-        if self._probe_due:
+        if self._probe_due and not self.over:
             self._probe_due = False
             return self._control(Kind.PROBE, encode_payload(Probe(self.bytes_sent)))
-        if self._ready:
-            return self._next_kv()
-        if self._handoff is not None and self.all_sent and self.state is SenderState.STREAMING:
-            payload = encode_payload(self._handoff)
-            count = self.order.num_tokens - self._first
-            flags = FLAG_EMPTY if count == 0 else 0
-            self._move(SenderEvent.HANDOFF_SENT, "")
-            self.handed_off = True
-            return self._control(Kind.HANDOFF, payload, first=self._first, count=count, flags=flags)
         return None
+
+    def _next_handoff(self) -> Outgoing | None:
+        """Once every KV frame has been given to a connection."""
+        if self._handoff is None or not self.all_sent or self.state is not SenderState.STREAMING:
+            return None
+        payload = encode_payload(self._handoff)
+        count = self.order.num_tokens - self._first
+        flags = FLAG_EMPTY if count == 0 else 0
+        self._move(SenderEvent.HANDOFF_SENT, "")
+        self.handed_off = True
+        return self._control(Kind.HANDOFF, payload, first=self._first, count=count, flags=flags)
 
     def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
         """A frame from D. Of another epoch or attempt: dropped. Raises FrameError for a payload that is none."""
