@@ -6,7 +6,7 @@ EXTRAS ?= dev
 # Arguments for `relay serve`, for example: make serve ARGS="--prefill 0 --decode 2"
 ARGS ?=
 
-.PHONY: serve test check lint types contract verify bench tables clean
+.PHONY: serve test check lint types contract verify sim bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
@@ -28,6 +28,12 @@ contract: $(VENV)/.$(EXTRAS)
 
 verify: $(VENV)/.base
 	$(BIN)/relay verify
+
+# A long simulation: 2,000 seeds, then directed runs until every fault has struck in every moment. About a quarter of an hour on two cores.
+SEEDS ?= 2000
+sim: $(VENV)/.base
+	$(BIN)/relay sim --seeds $(SEEDS) --json > benchmarks/results/cpu/sim.json; \
+	  status=$$?; cat benchmarks/results/cpu/sim.json; exit $$status
 
 # The figures of docs/benchmarks.md; peers (transformers serve) are measured in the same run where installed.
 bench: $(VENV)/.$(EXTRAS)

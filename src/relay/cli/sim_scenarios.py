@@ -16,7 +16,7 @@ def play(name: str | None, seed: int | None, story: bool, as_json: bool) -> int:
     broken = 0
     answers = []
     for scenario in scenarios:
-        runs = [catalogue.run_scenario(scenario, each) for each in seeds]
+        runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
         failures = [run.failure for run in runs if run.failure is not None]
         broken += len(failures)
         events = sum(run.events for run in runs)

@@ -80,6 +80,11 @@ class Receiver:
         return self.state in (ReceiverState.COMPLETE, ReceiverState.FAILED)
 
     @property
+    def first_token(self) -> int:
+        """What comes before needs not be sent."""
+        return self._first
+
+    @property
     def covered(self) -> bool:
         return self._layers_missing == 0
 
