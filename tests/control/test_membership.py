@@ -236,6 +236,41 @@ def test_own_stall_before_the_first_tick() -> None:
     assert world.core.state.counters["own_stalls"] == 1
 
 
+def sleep(world: World, seconds: float) -> None:
+    """The gateway stands still; its tick is the first thing that happens after."""
+    world.now_ns += int(seconds * SECOND)
+    del world.timers[("tick", "")]
+    world.handle(e.TimerFired(("tick", "")))
+
+
+def test_own_stall_does_not_end_the_start_of_a_worker() -> None:
+    world = World(first, ONE)
+    sleep(world, 200)
+    assert state(world, "worker-0") is WorkerState.STARTING
+    world.advance(until_ns=world.now_ns + 181 * SECOND)
+    assert world.core.state.counters["workers_lost"] == 1, "without one it does end"
+
+
+def test_own_stall_is_no_waiting_for_workers() -> None:
+    world = World(first, ONE)
+    world.submit(LONG)
+    world.advance(until_ns=SECOND)
+    sleep(world, 100)
+    assert world.clients[1].failure is None
+    world.advance(until_ns=world.now_ns + 61 * SECOND)
+    assert world.clients[1].failure.code == "no_workers"
+
+
+def test_own_stall_is_no_lack_of_progress() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG)
+    world.advance(until_ns=SECOND)
+    world.core.state.workers["worker-0"].beat = Heartbeat(1, "stepping", 10, "S")
+    sleep(world, 100)
+    assert world.core.health(world.now_ns)[0]
+    assert not world.core.health(world.now_ns + 31 * SECOND)[0]
+
+
 def test_frozen_engine() -> None:
     world = World(first, ONE).ready()
     key = live_key(world, "worker-0")
@@ -395,37 +430,41 @@ def test_overlapping_entries_are_trimmed() -> None:
     assert client.tokens[0] == [5, 6, 7, 8]
 
 
-def test_tokens_of_d_before_those_of_p_are_kept_in_order() -> None:
-    """P's and D's connections are not ordered with each other."""
-    world = World(first, SPLIT).ready()
-    world.submit(LONG, max_tokens=8)
+def accepted_by_d(world: World) -> tuple[WorkerKey, WorkerKey]:
+    """(P, D) of request 1, which D has room for."""
     p, d = live_key(world, "prefill-0"), live_key(world, "decode-0")
-    client = world.clients[1]
-    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
     world._hear(d)
     world._speak(world.workers[d])
     assert isinstance(world.to_engine[p][0], Prefill)
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6])])))
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 2, [7, 8])])))
-    assert client.tokens[0] == []
-    world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
-    assert client.tokens[0] == [5, 6, 7, 8]
+    client = world.clients[1]
+    client.deliver = lambda delivery: client.tokens[0].extend(delivery.token_ids)
+    return p, d
+
+
+def test_d_reports_the_token_of_p_so_p_may_be_late() -> None:
+    """P's and D's connections are not ordered with each other."""
+    world = World(first, SPLIT).ready()
+    world.submit(LONG, max_tokens=8)
+    p, d = accepted_by_d(world)
+    client = world.clients[1]
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6, 7])])))
+    assert client.tokens[0] == [5, 6, 7]
     (attempt,) = world.core.state.requests[1].choices[0].attempts
     assert (attempt.number, attempt.state, attempt.prefill) == (1, AttemptState.RUNNING, None)
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 0, [5])])))  # D repeats P's
-    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 4, [9])])))
-    assert client.tokens[0] == [5, 6, 7, 8, 9]
+    world.handle(e.WorkerMessage(p, Tokens([TokenEntry(1, 0, 1, 0, [5])])))
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 3, [9])])))
+    assert client.tokens[0] == [5, 6, 7, 9]
 
 
-def test_what_d_says_early_is_bounded() -> None:
+def test_a_gap_in_what_d_says_ends_its_attempt() -> None:
     world = World(first, SPLIT).ready()
-    world.submit(LONG, max_tokens=300)
-    d = live_key(world, "decode-0")
-    world._hear(d)
-    world._speak(world.workers[d])
-    for position in range(1, 258):
-        world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, position, [1])])))
-    assert "the first token never came" in " ".join(world.core.story(1))
+    world.submit(LONG, max_tokens=8)
+    _, d = accepted_by_d(world)
+    world.handle(e.WorkerMessage(d, Tokens([TokenEntry(1, 0, 1, 1, [6])])))
+    assert world.clients[1].tokens[0] == []
+    assert "position 1 after 0" in " ".join(world.core.story(1))
+    assert world.core.state.requests[1].choices[0].find(1) is None
 
 
 def test_a_resumed_attempt_starts_from_prompt_and_committed_tokens() -> None:

@@ -1,17 +1,15 @@
-"""One placement of one choice: where it is, how far it has come, and what it said too early."""
+"""One placement of one choice: where it is and how far it has come."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from relay.control.transitions import ATTEMPT_TRANSITIONS, AttemptState, AttemptTrigger
-from relay.protocol.messages import TokenEntry, Work
+from relay.protocol.messages import Work
 
 if TYPE_CHECKING:
     from relay.control.requests import Choice
     from relay.control.workers import Worker
-
-MAX_AHEAD_TOKENS = 256
 
 
 class Attempt:
@@ -24,7 +22,6 @@ class Attempt:
     """
 
     __slots__ = (
-        "ahead",
         "changed_ns",
         "choice",
         "decode",
@@ -61,7 +58,6 @@ class Attempt:
         self.started_ns = self.changed_ns = now_ns
         self.hedge = False  # opened beside another one that was only doubted
         self.hedged = False  # it had its hedge: a second one would not help
-        self.ahead: list[TokenEntry] = []  # of D, while P's first token is still on its way here
 
     def move(self, trigger: AttemptTrigger, now_ns: int) -> None:
         """Take one transition of the table. An illegal one is a bug of the caller, not of a peer."""

@@ -36,8 +36,11 @@ class Dispatcher:
         progress = True
         while progress and len(queue) and self._router.any_room():
             progress = False
+            crowded = self._router.crowded()
             for choice in list(islice(queue, SCAN_LIMIT)):
                 if choice.not_before_ns > now_ns or choice.state is not ChoiceState.WAITING:
+                    continue
+                if crowded and choice.numerics_id is None:
                     continue
                 if choice.resumes and now_ns < self._state.resumes_wait_until_ns:
                     continue
@@ -45,6 +48,7 @@ class Dispatcher:
                 if placement is not None and self._pays(choice, placement, now_ns):
                     self._place(choice, placement, now_ns)
                     progress = True
+                    crowded = self._router.crowded()
 
     def _pays(self, choice: Choice, placement: Placement, now_ns: int) -> bool:
         """Take a resume from the retry budget. With too little left, it and all resumes behind it wait."""
@@ -309,7 +313,6 @@ class Dispatcher:
         for worker in attempt.workers:
             worker.unbook(attempt)
         attempt.move(AttemptTrigger.END, now_ns)
-        attempt.ahead.clear()
         attempt.choice.attempts.remove(attempt)
 
     def _cancel(self, attempt: Attempt) -> None:

@@ -47,6 +47,12 @@ class Router:
         """Whether looking at the queue can be worth while at all."""
         return any(worker.has_room for worker in [*self._state.ready_workers(), *self._state.last_of_their_kind()])
 
+    def crowded(self) -> bool:
+        """No worker that would decode has room: ``choose`` has nothing for a choice that any numerics suit."""
+        ready = self._state.ready_workers()
+        decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        return not any(worker.has_room for worker in decoders)
+
     def choose(self, choice: Choice, now_ns: int) -> Placement | None:
         """A placement for ``choice`` now, or None: it waits."""
         request = choice.request

@@ -1,6 +1,6 @@
 """Tokens from engines to clients: only the next position of a live attempt counts, so each is delivered exactly once."""
 
-from relay.control.attempts import MAX_AHEAD_TOKENS, Attempt
+from relay.control.attempts import Attempt
 from relay.control.commands import Deliver
 from relay.control.contract import Delivery, RequestFailure
 from relay.control.placement import Dispatcher
@@ -73,31 +73,20 @@ class TokenPath:
                 self._from_prefill(attempt, worker, entry, now_ns)
 
     def _from_prefill(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
-        """P's first token, then what D said earlier than P."""
+        """P's first token, unless D was quicker to report it."""
         if attempt.state is not AttemptState.PREFILLING:
             return
         attempt.move(AttemptTrigger.PREFILL_TOKENS, now_ns)
         self._state.breakers.workers[worker.id].succeeded(now_ns)
         self._commit(attempt, worker, entry, now_ns)
-        ahead = attempt.ahead
-        attempt.ahead = []
-        for early in ahead:
-            if attempt not in attempt.choice.attempts:
-                break
-            self._from_decode(attempt, attempt.decode, early, now_ns)
 
     def _from_decode(self, attempt: Attempt, worker: Worker, entry: TokenEntry, now_ns: int) -> None:
-        """D speaks: the handoff is complete, unless P's token has not reached us yet (another connection)."""
+        """D speaks: the handoff is complete. It reports P's token too, so nothing is missing if P's own report comes later."""
         if attempt.state is AttemptState.RUNNING:
             self._commit(attempt, worker, entry, now_ns)
             return
         if attempt.state is AttemptState.RESERVING:
             self._broken(attempt, worker, "sent tokens before it accepted", now_ns)
-            return
-        if entry.position > len(attempt.choice.committed) and attempt.state is AttemptState.PREFILLING:
-            attempt.ahead.append(entry)
-            if sum(len(early.token_ids) for early in attempt.ahead) > MAX_AHEAD_TOKENS:
-                self._dispatcher.reopen(attempt, now_ns, "the first token never came")
             return
         attempt.move(AttemptTrigger.DECODE_TOKENS, now_ns)
         if attempt.prefill is not None:

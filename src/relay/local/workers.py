@@ -1,5 +1,6 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,7 +50,8 @@ class LocalWorkers:
     def start(self, worker: WorkerKey, role: Role) -> None:
         name = _name(worker)
         self._keys[name] = worker
-        argv = [sys.executable, "-m", "relay.worker.agent", "--spec", encode_spec(self._spec(worker, role))]
+        spec = encode_spec(self._spec(worker, role))
+        argv = [sys.executable, "-m", "relay.worker.agent", "--spec", spec, "--launcher", str(os.getpid())]
         self._launcher.start(LaunchSpec(name=name, argv=argv))
 
     def stop(self, worker: WorkerKey, *, kill: bool) -> None:

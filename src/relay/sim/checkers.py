@@ -5,21 +5,23 @@ it in ``audit`` (every 50 ms of virtual time) and ``quiesced`` (at the end).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.attempts import MAX_AHEAD_TOKENS
 from relay.control.invariants import violations
 from relay.control.requests import Choice
 from relay.control.state import LIVE
 from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
+from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
-from relay.sim.engine import TICK_NS, EngineProcess
+from relay.sim.drains import Drains
+from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.kernel import Violation
+from relay.sim.strangers import StrangerWatch
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event as WorkerEvent
@@ -32,7 +34,7 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
-    "I4": "attempts agree on every position",
+    "I4": "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
     "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
@@ -42,27 +44,25 @@ STATEMENTS = {
     "I11": "a poison request kills at most three engines, and no innocent is quarantined",
     "I12": "after the faults end every worker is ready again and serves",
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "I14": "jumps of the wall clock, and where the monotonic clock begins, change nothing",
     "I15": "the gateway's own stall is not others' death",
-    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
+    "I17": "a drain takes nothing new, loses nothing and ends in time",
+    "I18": "strangers get nowhere: whatever they send, nothing changes",
     "scenario": "what a directed scenario demands of its own",
+    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
     "core": "the cores' own invariants hold and no core raises",
 }
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-
-class _Fingerprint(NamedTuple):
-    """What of a choice only its own attempts may move."""
-
-    committed: int
-    attempts: tuple[tuple[int, AttemptState], ...]
-    state: ChoiceState
+_Fingerprint = tuple[int, ChoiceState, int, tuple[tuple[int, AttemptState], ...]]
 
 
 def _fingerprint(choice: Choice) -> _Fingerprint:
-    attempts = tuple((attempt.number, attempt.state) for attempt in choice.attempts)
-    return _Fingerprint(len(choice.committed), attempts, choice.state)
+    """All that an attempt which is over must not move."""
+    attempts = tuple([(attempt.number, attempt.state) for attempt in choice.attempts])
+    return len(choice.committed), choice.state, choice.num_attempts, attempts
 
 
 def worker_patience_s(world: "World") -> float:
@@ -77,6 +77,9 @@ class Checkers:
         self._world = world
         self._stale: list[tuple[Choice, _Fingerprint]] = []
         self._ownerless: dict[tuple[str, int, SequenceKey], int] = {}
+        self._agreement = Agreement(world)
+        self._drains = Drains(world)
+        self._strangers = StrangerWatch(world)
         self.full_checks = 0
 
     # --- the gateway ----------------------------------------------------------------------------------------------
@@ -84,6 +87,7 @@ class Checkers:
     def before_gateway(self, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
+        self._strangers.before(event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -92,6 +96,7 @@ class Checkers:
         entries: Sequence[TokenEntry | Accept | Refuse | SequenceFailed]
         if isinstance(message, Tokens):
             entries = message.entries
+            self._agreement.heard(event.worker, message)
         elif isinstance(message, Accept | Refuse | SequenceFailed):
             entries = [message]
         else:
@@ -111,15 +116,17 @@ class Checkers:
         self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        if self._world.gateway.core.state.alarm:
+        if self._world.gateway.core.state.alarm and not self._world.wrong_machines:
             raise Violation("I4", self._world.gateway.core.state.alarm)
+        self._strangers.after(event, commands)
+        self._drains.sent(commands)
         for choice, before in self._stale:
-            after = _fingerprint(choice)
-            if after.committed != before.committed:
+            now = _fingerprint(choice)
+            if now[0] != before[0]:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            waited = before.state is ChoiceState.WAITING  # then the queue may have let it go after this event
-            if after != before and not waited and not self._ended_by_others(choice):
-                raise Violation("I3", f"{choice} was {before.state.value}, and moved by an attempt that is over")
+            waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
+            if now != before and not waited and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
@@ -164,9 +171,6 @@ class Checkers:
         have = len(client.tokens[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
-        for attempt in choice.attempts:
-            if sum(len(early.token_ids) for early in attempt.ahead) > MAX_AHEAD_TOKENS:
-                raise Violation("I10", f"{attempt} keeps {len(attempt.ahead)} early entries")
 
     def _core_state(self) -> None:
         self.full_checks += 1
@@ -174,13 +178,15 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        choices = [choice for request in state.requests.values() for choice in request.choices]
-        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
-            choice, prefill, decode = attempt.choice, attempt.prefill, attempt.decode
-            if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-            if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                raise Violation("I13", f"{attempt} crosses from {prefill.id} to {decode.id}")
+        for worker in state.workers.values():  # every live attempt is booked on its workers, as was just checked
+            numerics_id = worker.numerics_id
+            for attempt in worker.live:
+                choice, decode = attempt.choice, attempt.decode
+                if decode is not worker:
+                    if decode.numerics_id != numerics_id:
+                        raise Violation("I13", f"{attempt} crosses from {worker.id} to {decode.id}")
+                elif choice.numerics_id is not None and numerics_id != choice.numerics_id:
+                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {numerics_id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
@@ -193,8 +199,11 @@ class Checkers:
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def worker_event(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        """After every event of a worker core, but before a completed reception is acted on."""
+    def worker_event(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        """After every event of a worker core, but before a completed reception is acted on; and when its process ends."""
+        if isinstance(event, Ended):
+            self._drains.ended(engine, event)
+            return
         if isinstance(event, ReceiveCompleted):
             self._received(engine, event.transfer)
             return
@@ -263,6 +272,7 @@ class Checkers:
             self._transfers(engine)
         self._ownerless = ownerless
         self._deadlines()
+        self._drains.audit()
 
     def _deadlines(self) -> None:
         """A calm gateway has noticed by now what it must notice."""

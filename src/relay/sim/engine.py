@@ -5,6 +5,7 @@ The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn ha
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
@@ -40,8 +41,16 @@ TICK_NS = 250_000_000
 MODEL_DIGEST = "hash-model"
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Told to ``observe`` when the process is gone."""
+
+    status: int | None
+    signal: int | None
+
+
 class EngineProcess(Process):
-    """``exited(status, signal)`` is called once, when it ends. ``observe(engine, event)`` after every event it handled."""
+    """``exited(status, signal)`` is called once, when it ends; ``observe(engine, event)`` after every event, and at the end."""
 
     def __init__(
         self,
@@ -52,10 +61,11 @@ class EngineProcess(Process):
         role: Role,
         numerics: str,
         exited: Callable[[int | None, int | None], None],
-        observe: "Callable[[EngineProcess, Event], None]",
+        observe: "Callable[[EngineProcess, Event | Ended], None]",
     ) -> None:
         super().__init__(kernel)
         self.key = key
+        self._name = f"engine {key.worker} {key.incarnation}"  # of its stream of choices
         self.role = role
         self.numerics = numerics
         self.slow = 1
@@ -80,6 +90,7 @@ class EngineProcess(Process):
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
+        self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
         self._decoder = FrameDecoder(GatewayToEngine)
@@ -146,6 +157,7 @@ class EngineProcess(Process):
         self._turn_due = False
         while self.alive and self.inbox:
             event = self.inbox.popleft()
+            self.kernel.events += 1
             if isinstance(event, ReceiveCompleted):
                 self._observe(self, event)  # before the blocks may change
             self._carry_out(self.core.handle(event, self.now_ns()))
@@ -157,6 +169,7 @@ class EngineProcess(Process):
                 self.page.set_draining()
 
     def _tick(self) -> None:
+        self.kernel.events += 1
         self.transport.tick(self.now_ns())
         self.after(TICK_NS, self._tick)
 
@@ -202,7 +215,9 @@ class EngineProcess(Process):
         self.page.begin_step(step.manifest, self.now_ns())
         cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
         duration_ns = cost_ns * self.slow
-        if self.kernel.tape.below(2, "step computes late"):
+        with self.kernel.tape.within(self._name):
+            late = self.kernel.tape.below(2, "step computes late")
+        if late:
             self.after(duration_ns, self._finish_step, step, None)
         else:
             event = self._execute(step)
@@ -246,6 +261,7 @@ class EngineProcess(Process):
         """The process is gone; the kernel closes its sockets."""
         if not self.alive:
             return
+        self._observe(self, Ended(status, signal))
         self.die()
         self.transport.close()
         for kind in ("engine", "kv"):

@@ -98,6 +98,7 @@ class GatewayNode(Process):
 
     def handle(self, event: e.Event) -> list[c.Command]:
         """Let the core handle ``event`` and carry out what it wants done."""
+        self.kernel.events += 1
         self._before(event)
         if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
             self.heard_ns[event.worker] = self.kernel.now_ns

@@ -10,6 +10,7 @@ from typing import Any
 
 from relay.control import admission
 from relay.control.attempts import Attempt
+from relay.control.blame import Blame
 from relay.control.commands import SendToEngine
 from relay.control.detector import Detector
 from relay.control.membership import Membership
@@ -273,17 +274,6 @@ def _own_stall_blames_others(original: Any) -> Any:
     return lambda detector, now_ns: None
 
 
-def _ahead_dropped(original: Any) -> Any:
-    """What D says before P is thrown away instead of kept."""
-
-    def from_decode(path: TokenPath, attempt: Attempt, worker: Worker, entry: Any, now_ns: int) -> None:
-        if entry.position > len(attempt.choice.committed) and attempt.prefill is not None:
-            return
-        original(path, attempt, worker, entry, now_ns)
-
-    return from_decode
-
-
 def _double_send(original: Any) -> Any:
     def place(dispatcher: Dispatcher, choice: Choice, placement: Any, now_ns: int) -> None:
         original(dispatcher, choice, placement, now_ns)
@@ -325,7 +315,7 @@ MUTANTS = (
     Mutant("acknowledged blocks are kept", WorkerCore, "_send_ended", _never_acknowledge),
     Mutant("silence is never death", Detector, "_silence", _nothing),
     Mutant("answers are never late", Detector, "_answers", _nothing),
-    Mutant("crashes are never blamed", Membership, "_blame", _nothing),
+    Mutant("crashes are never blamed", Blame, "accuse", _nothing),
     Mutant("handed-off token replaced", Scheduler, "activate", _activate_forgets),
     Mutant("first attempts are not superseded", HeldTable, "attempt", _old_attempt_wins),
     Mutant("layers sent before they are written", Sender, "written", _sends_unwritten),
@@ -335,7 +325,6 @@ MUTANTS = (
     Mutant("a failed step counts as computed", Scheduler, "_roll_back", _no_rollback),
     Mutant("a frozen engine is fine", Membership, "heartbeat", _frozen_is_fine),
     Mutant("own stall is others' death", Detector, "_forgive_own_stall", _own_stall_blames_others),
-    Mutant("early tokens of D are dropped", TokenPath, "_from_decode", _ahead_dropped),
     Mutant("work sent to two workers", Dispatcher, "_place", _double_send),
     Mutant("backlog not given back", Worker, "unbook", _unbooked),
     Mutant("leases never expire on P", Sender, "tick", _nothing),

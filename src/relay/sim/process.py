@@ -33,7 +33,10 @@ class Process:
         """``handler``, run in this process."""
 
         def guarded(argument: Any) -> None:
-            self.run(handler, argument)
+            if self.alive and not self._stops:
+                handler(argument)
+            else:
+                self.run(handler, argument)
 
         return guarded
 

@@ -7,7 +7,7 @@ import msgspec
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, encode
 from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected, Role
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.kernel import Kernel
 from relay.sim.network import Network, Side
 from relay.sim.process import Process
@@ -37,7 +37,7 @@ class WorkerNode:
         role: Role,
         numerics: str,
         launcher_exited: Callable[[WorkerKey, int | None, int | None, EngineExited | None], None],
-        observe: Callable[[EngineProcess, Event], None],
+        observe: Callable[[EngineProcess, Event | Ended], None],
         poisoned: Callable[[], None],
     ) -> None:
         self.key = key
@@ -54,7 +54,8 @@ class WorkerNode:
         self._decoder = FrameDecoder(GatewayToAgent)
         self._side: Side | None = None
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
-        load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
+        with kernel.tape.within(f"worker {key.worker} {key.incarnation}"):
+            load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
         self._boot: Callable[[], EngineProcess] = lambda: EngineProcess(
             kernel, network, swarm, key, role, numerics, self._engine_exited, observe
         )
@@ -87,6 +88,7 @@ class WorkerNode:
 
     def _data(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
+            self._kernel.events += 1
             if isinstance(message, Rejected):
                 self._gateway_lost(message.reason)
                 return
@@ -94,6 +96,7 @@ class WorkerNode:
                 self.engine.sigterm()
 
     def _beat(self) -> None:
+        self._kernel.events += 1
         engine = self.engine
         if engine is None:
             self._send(Heartbeat(0, "loading", 0, "S"))

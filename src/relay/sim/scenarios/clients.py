@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from relay.control.transitions import ChoiceState
+from relay.control.transitions import AttemptState
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster
 from relay.worker.held import HeldState
@@ -25,15 +25,15 @@ def _abort_storm(stage: Stage) -> None:
 
 def _moments(stage: Stage, client: Client) -> dict[str, Callable[[], bool]]:
     """Every state that gateway, P and D have for a request."""
-    state, holds = stage.state, stage.holds
+    state, holds = stage.in_state, stage.holds
     return {
-        "reserving": lambda: state(client) is ChoiceState.RESERVING,
-        "prefilling": lambda: state(client) is ChoiceState.PREFILLING,
+        "reserving": lambda: state(client, AttemptState.RESERVING),
+        "prefilling": lambda: state(client, AttemptState.PREFILLING),
         "P computes": lambda: holds("prefill-0", client, HeldState.PREFILLING),
         "D receives": lambda: any(r.bytes_copied for r in stage.engine("decode-0").transport.receivers()),
         "P has handed off": lambda: holds("prefill-0", client, HeldState.HANDED_OFF),
-        "handoff": lambda: state(client) is ChoiceState.HANDOFF,
-        "running": lambda: state(client) is ChoiceState.RUNNING,
+        "handoff": lambda: state(client, AttemptState.HANDOFF),
+        "running": lambda: state(client, AttemptState.RUNNING),
         "some tokens": lambda: len(client.tokens[0]) > 3,
         "nearly done": lambda: len(client.tokens[0]) > 8,
     }
@@ -43,7 +43,7 @@ def _abort_everywhere(stage: Stage) -> None:
     names = list(_moments(stage, stage.submit(prompt=2, max_tokens=1)))
     stage.wait(200)
     waiting = [stage.submit(prompt=60, max_tokens=4, salt=salt) for salt in range(12)]
-    stage.until(lambda: any(stage.state(client) is ChoiceState.WAITING for client in waiting), "one waits")
+    stage.until(lambda: any(stage.waits(client) for client in waiting), "one waits")
     for client in waiting:
         stage.disconnect(client)
     for salt, name in enumerate(names):

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from relay.config import SECOND, AdmissionConfig, ControlConfig, DetectorConfig, RestartConfig, RetryConfig
+from relay.control.attempts import Attempt
 from relay.control.contract import Submission
 from relay.control.requests import Choice
-from relay.control.transitions import ChoiceState
+from relay.control.transitions import AttemptState, ChoiceState
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams
@@ -142,12 +143,20 @@ class Stage:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: int = 40, max_tokens: int = 8, *, salt: int = 0, shared: int = 0, n: int = 1, poison: bool = False
+        self,
+        prompt: int = 40,
+        max_tokens: int = 8,
+        *,
+        salt: int = 0,
+        shared: int = 0,
+        n: int = 1,
+        logprobs: int | None = None,
+        poison: bool = False,
     ) -> Client:
         """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own."""
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
         token_ids = [*STEM[:shared], *own]
-        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt), n)
+        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -158,25 +167,39 @@ class Stage:
         request = self.world.gateway.core.state.requests.get(client.request)
         return request.choices[index] if request else None
 
-    def state(self, client: Client) -> ChoiceState:
+    def oldest(self, client: Client) -> Attempt | None:
+        """The live attempt of its first choice that was opened first."""
         choice = self.choice(client)
-        return choice.state if choice else ChoiceState.ENDED
+        return choice.attempts[0] if choice and choice.attempts else None
 
-    def attempt(self, client: Client) -> int:
+    def live(self, client: Client) -> list[Attempt]:
         choice = self.choice(client)
-        return choice.attempt if choice else 0
+        return list(choice.attempts) if choice else []
+
+    def waits(self, client: Client) -> bool:
+        choice = self.choice(client)
+        return choice is not None and choice.state is ChoiceState.WAITING
+
+    def in_state(self, client: Client, state: AttemptState) -> bool:
+        attempt = self.oldest(client)
+        return attempt is not None and attempt.state is state
+
+    def attempts(self, client: Client) -> int:
+        """How many there ever were."""
+        choice = self.choice(client)
+        return choice.num_attempts if choice else 0
 
     def story(self, client: Client) -> str:
         """The gateway's account of the request."""
         return "\n".join(self.world.gateway.core.story(client.request))
 
     def prefill_of(self, client: Client) -> str:
-        choice = self.choice(client)
-        return choice.prefill.id if choice and choice.prefill else ""
+        attempt = self.oldest(client)
+        return attempt.prefill.id if attempt and attempt.prefill else ""
 
     def decode_of(self, client: Client) -> str:
-        choice = self.choice(client)
-        return choice.decode.id if choice and choice.decode else ""
+        attempt = self.oldest(client)
+        return attempt.decode.id if attempt else ""
 
     def finish(self, *clients: Client, within_ms: int = 20_000) -> None:
         """All of them end, none with a failure."""

@@ -24,7 +24,7 @@ def _partial_kv(stage: Stage) -> None:
     for salt, blow in enumerate(("kill P", "cut", "truncate", "lose", "abort")):
         client = stage.submit(prompt=80, max_tokens=6, salt=salt)
         stage.until(lambda: _streaming(stage, "decode-0"), "D receives KV")
-        attempt = stage.attempt(client)
+        attempt = stage.attempts(client)
         if blow == "kill P":
             stage.kill("prefill-0")
         elif blow == "cut":

@@ -1,27 +1,12 @@
-"""``relay sim --mutants`` and ``--scenario``: what is planted or staged on purpose."""
+"""``relay sim --scenario``: public incidents, staged."""
 
 import json
 
 import click
 
-from relay.sim.mutants import MUTANTS, SEEDS, by_name, seeds_needed
 from relay.sim.scenarios import catalogue
 
 SCENARIO_SEEDS = 10
-
-
-def find(only: tuple[str, ...], as_json: bool) -> int:
-    """Plant mutants in turn. 0 if all were found."""
-    mutants = [by_name(name) for name in only] if only else list(MUTANTS)
-    needed: dict[str, int | None] = {}
-    for mutant in mutants:
-        count = needed[mutant.name] = seeds_needed(mutant)
-        if not as_json:
-            click.echo(f"{mutant.name}: " + (f"found by seed {count - 1}" if count else f"not found in {SEEDS} seeds"))
-    found = sum(count is not None for count in needed.values())
-    if as_json:
-        click.echo(json.dumps({"mutants": len(mutants), "found": found, "seeds_needed": needed}))
-    return 0 if found == len(mutants) else 1
 
 
 def play(name: str | None, seed: int | None, story: bool, as_json: bool) -> int:
@@ -31,7 +16,7 @@ def play(name: str | None, seed: int | None, story: bool, as_json: bool) -> int:
     broken = 0
     answers = []
     for scenario in scenarios:
-        runs = [catalogue.run_scenario(scenario, each) for each in seeds]
+        runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
         failures = [run.failure for run in runs if run.failure is not None]
         broken += len(failures)
         events = sum(run.events for run in runs)
