@@ -179,8 +179,8 @@ class GatewayCore:
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
-        if worker.full:
-            worker.full = False
+        if worker.full or worker.queue_full:
+            worker.full = worker.queue_full = False
             self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
@@ -210,7 +210,7 @@ class GatewayCore:
         self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
-            worker.full = False
+            worker.full = worker.queue_full = False
             worker.stop_expecting_old(now_ns)
         self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))

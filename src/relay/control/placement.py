@@ -154,8 +154,10 @@ class Dispatcher:
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
         if message.reason == "full":
+            whole = attempt.prefill is None
             self.close(attempt, now_ns, f"{worker.id} is full")
             worker.full = worker.tight = True
+            worker.queue_full = whole
             if others:
                 return
             choice.full_since_ns = choice.full_since_ns or now_ns

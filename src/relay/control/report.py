@@ -41,8 +41,8 @@ def _num_running(state: ClusterState) -> int:
 
 
 def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, object]:
-    load = worker.load
     alive = worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+    load = worker.load if alive else None
     return {
         "id": worker.id,
         "pid": worker.engine.pid if alive and worker.engine else None,
