@@ -27,6 +27,8 @@ PURE = [
     "transfer/frame.py",
     "transfer/sender.py",
     "transfer/receiver.py",
+    "transfer/ring.py",
+    "transfer/watchdog.py",
     "worker/commands.py",
     "worker/commands.py",
     "worker/core.py",

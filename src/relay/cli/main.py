@@ -16,6 +16,7 @@ COMMANDS = {
     "model": ("relay.cli.model", "model", "Models on this machine."),
     "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),
     "chaos": ("relay.cli.chaos", "chaos", "Kill real workers; compare every answer."),
+    "bench": ("relay.cli.bench", "bench", "Measure parts of Relay on this machine."),
     "verify": ("relay.cli.verify", "verify", "Compare every path bit for bit."),
 }
 

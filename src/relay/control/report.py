@@ -26,6 +26,7 @@ def status(state: ClusterState, now_ns: int) -> dict[str, object]:
         "draining": state.draining,
         "requests": {"running": _num_running(state), "waiting": len(state.queue)},
         "alarm": state.alarm,
+        "rollout": {"left": list(state.rollout), "problem": state.rollout_problem},
         "links": {
             f"{prefill}>{decode}": breaker.at(now_ns).value
             for (prefill, decode), breaker in state.breakers.links.items()

@@ -55,6 +55,9 @@ class Worker:
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
+        # leaving on purpose
+        self.refuses = False  # its engine was told to drain: it takes nothing any more
+        self.stay_out = False  # after its drain it is not started again
         # load
         self.load: Load | None = None
         self.live: dict[Attempt, int] = {}
@@ -127,7 +130,7 @@ class Worker:
         self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
-        self.blamed = False
+        self.blamed = self.refuses = self.stay_out = False
         self.load = None
         self.full = self.tight = False
         self.forget_cache()

@@ -10,6 +10,7 @@ from typing import Any
 
 from relay.control import admission
 from relay.control.attempts import Attempt
+from relay.control.blame import Blame
 from relay.control.commands import SendToEngine
 from relay.control.detector import Detector
 from relay.control.membership import Membership
@@ -314,7 +315,7 @@ MUTANTS = (
     Mutant("acknowledged blocks are kept", WorkerCore, "_send_ended", _never_acknowledge),
     Mutant("silence is never death", Detector, "_silence", _nothing),
     Mutant("answers are never late", Detector, "_answers", _nothing),
-    Mutant("crashes are never blamed", Membership, "_blame", _nothing),
+    Mutant("crashes are never blamed", Blame, "accuse", _nothing),
     Mutant("handed-off token replaced", Scheduler, "activate", _activate_forgets),
     Mutant("first attempts are not superseded", HeldTable, "attempt", _old_attempt_wins),
     Mutant("layers sent before they are written", Sender, "written", _sends_unwritten),

@@ -15,14 +15,14 @@ from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
 from relay.sim.plan import Planned
-from relay.sim.swarm import FAULTS, MS, Swarm
+from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
 from relay.sim.workload import Workload
@@ -55,6 +55,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
         self.step_errors = 0
+        self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
@@ -274,7 +275,7 @@ class World:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
-    def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
+    def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
         if type(event) is OrderReceived:
             work = getattr(event.order, "work", None)
             if work is not None:
@@ -312,7 +313,7 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += 1
+            self.num_faults += kind not in HARMLESS
             self.kernel.tell("{}: {}", name, kind)
         return done
 
