@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
 
@@ -286,4 +287,5 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "step_error": _step_error,
     "new_numerics": _new_numerics,
     "kill_gateway": _kill_gateway,
+    "stranger": visit,
 }

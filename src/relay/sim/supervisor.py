@@ -7,6 +7,7 @@ from relay.ids import WorkerKey
 from relay.protocol.messages import EngineExited
 from relay.sim.clients import Client
 from relay.sim.gateway import GatewayNode
+from relay.sim.swarm import MS
 
 if TYPE_CHECKING:
     from relay.sim.world import World
@@ -21,6 +22,7 @@ class Supervisor:
     def __init__(self, world: "World") -> None:
         self._world = world
         self._epoch = 0
+        self._last_request = 0
         self.nodes: dict[str, GatewayNode] = {}
         for host in world.swarm.gateways:
             self.nodes[host] = self._new(host)
@@ -84,10 +86,17 @@ class Supervisor:
 
     # --- clients --------------------------------------------------------------------------------------------------
 
+    def new_request(self) -> int:
+        """A name no gateway has used."""
+        self._last_request += 1
+        return self._last_request
+
     def send_back(self, client: Client) -> None:
         """The client asks again in a while."""
         client.returns, client.gateway = True, ""
-        self._world.kernel.after(self._world.gap(RETURN_MS), self._come_back, client)
+        self._world.kernel.after(
+            self._world.kernel.tape.between(1, 2 * RETURN_MS, "return ms") * MS, self._come_back, client
+        )
 
     def _come_back(self, client: Client) -> None:
         world = self._world
@@ -99,7 +108,7 @@ class Supervisor:
             return
         world.kernel.sometimes("a client came back")
         node = world.kernel.tape.of(awake, "gateway") if len(awake) > 1 else awake[0]
-        request = world.new_request()
+        request = self.new_request()
         world.kernel.tell("request {} comes back to {} as {}", client.request, node.host, request)
         submission = client.again(request, node.host)
         world.clients[request] = client
