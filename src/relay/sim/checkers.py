@@ -308,7 +308,7 @@ class Checkers:
         self._core_state()
         if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
             raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
-        if not world.num_faults and state.counters["hedges"]:
+        if not world.num_faults and not world.poison_crashes and state.counters["hedges"]:
             raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
         if state.requests or len(state.queue):
             raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
