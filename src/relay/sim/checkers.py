@@ -13,12 +13,17 @@ from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.requests import Choice
 from relay.control.state import LIVE
-from relay.control.transitions import AttemptState, ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
+from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
-from relay.sim.engine import TICK_NS, EngineProcess
+from relay.sim.bounds import bounded, within_budget
+from relay.sim.drains import Drains
+from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.kernel import Violation
+from relay.sim.leaks import no_leaks
+from relay.sim.strangers import StrangerWatch
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event as WorkerEvent
@@ -31,7 +36,7 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
-    "I4": "attempts agree on every position",
+    "I4": "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
     "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
@@ -41,7 +46,11 @@ STATEMENTS = {
     "I11": "a poison request kills at most three engines, and no innocent is quarantined",
     "I12": "after the faults end every worker is ready again and serves",
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "I14": "jumps of the wall clock, and where the monotonic clock begins, change nothing",
     "I15": "the gateway's own stall is not others' death",
+    "I17": "a drain takes nothing new, loses nothing and ends in time",
+    "I18": "strangers get nowhere: whatever they send, nothing changes",
+    "scenario": "what a directed scenario demands of its own",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
     "core": "the cores' own invariants hold and no core raises",
 }
@@ -70,6 +79,9 @@ class Checkers:
         self._world = world
         self._stale: list[tuple[Choice, _Fingerprint]] = []
         self._ownerless: dict[tuple[str, int, SequenceKey], int] = {}
+        self._agreement = Agreement(world)
+        self._drains = Drains(world)
+        self._strangers = StrangerWatch(world)
         self.full_checks = 0
 
     # --- the gateway ----------------------------------------------------------------------------------------------
@@ -77,6 +89,7 @@ class Checkers:
     def before_gateway(self, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
+        self._strangers.before(event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -85,6 +98,7 @@ class Checkers:
         entries: Sequence[TokenEntry | Accept | Refuse | SequenceFailed]
         if isinstance(message, Tokens):
             entries = message.entries
+            self._agreement.heard(event.worker, message)
         elif isinstance(message, Accept | Refuse | SequenceFailed):
             entries = [message]
         else:
@@ -104,8 +118,11 @@ class Checkers:
         self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        if self._world.gateway.core.state.alarm:
+        if self._world.gateway.core.state.alarm and not self._world.wrong_machines:
             raise Violation("I4", self._world.gateway.core.state.alarm)
+        self._strangers.after(event, commands)
+        self._drains.sent(commands)
+        within_budget(self._world)
         for choice, before in self._stale:
             now = _fingerprint(choice)
             if now[0] != before[0]:
@@ -164,13 +181,15 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        choices = [choice for request in state.requests.values() for choice in request.choices]
-        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
-            choice, prefill, decode = attempt.choice, attempt.prefill, attempt.decode
-            if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-            if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                raise Violation("I13", f"{attempt} crosses from {prefill.id} to {decode.id}")
+        for worker in state.workers.values():  # every live attempt is booked on its workers, as was just checked
+            numerics_id = worker.numerics_id
+            for attempt in worker.live:
+                choice, decode = attempt.choice, attempt.decode
+                if decode is not worker:
+                    if decode.numerics_id != numerics_id:
+                        raise Violation("I13", f"{attempt} crosses from {worker.id} to {decode.id}")
+                elif choice.numerics_id is not None and numerics_id != choice.numerics_id:
+                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {numerics_id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
@@ -183,11 +202,15 @@ class Checkers:
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def worker_event(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        """After every event of a worker core, but before a completed reception is acted on."""
+    def worker_event(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        """After every event of a worker core, but before a completed reception is acted on; and when its process ends."""
+        if isinstance(event, Ended):
+            self._drains.ended(engine, event)
+            return
         if isinstance(event, ReceiveCompleted):
             self._received(engine, event.transfer)
             return
+        self._drains.handled(engine)
         held = engine.core.held
         try:
             engine.scheduler.check()
@@ -253,6 +276,8 @@ class Checkers:
             self._transfers(engine)
         self._ownerless = ownerless
         self._deadlines()
+        self._drains.audit()
+        bounded(self._world)
 
     def _deadlines(self) -> None:
         """A calm gateway has noticed by now what it must notice."""
@@ -302,30 +327,6 @@ class Checkers:
         return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
-        """The leak check: no request, sequence, block, transfer or timer is left."""
-        world = self._world
-        state = world.gateway.core.state
+        """At the end: everything again, and that nothing is left."""
         self._core_state()
-        if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
-            raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
-        if not world.num_faults and not world.poison_crashes and state.counters["hedges"]:
-            raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
-        if state.requests or len(state.queue):
-            raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
-        if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):
-            raise Violation("I8", "the gateway counts work that is gone")
-        for worker in state.workers.values():
-            if worker.state is not WorkerState.READY:
-                raise Violation("I12", f"{worker.id} is {worker.state.value} after the healing")
-        extra = [key for key in world.gateway.timers if key[0] != "tick"]
-        if extra:
-            raise Violation("I8", f"the gateway still has timers {extra}")
-        for node in world.workers.values():
-            engine = node.running
-            if engine is None:
-                continue
-            load = engine.scheduler.load()
-            if len(engine.core.held) or load.kv_used or load.running or load.waiting:
-                raise Violation("I8", f"{node.key.worker} still holds {list(engine.core.held.by_key)}: {load}")
-            if engine.transport.open_transfers():
-                raise Violation("I8", f"{node.key.worker} still has transfers {engine.transport.open_transfers()}")
+        no_leaks(self._world)

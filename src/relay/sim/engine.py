@@ -5,6 +5,7 @@ The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn ha
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
@@ -40,8 +41,16 @@ TICK_NS = 250_000_000
 MODEL_DIGEST = "hash-model"
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Told to ``observe`` when the process is gone."""
+
+    status: int | None
+    signal: int | None
+
+
 class EngineProcess(Process):
-    """``exited(status, signal)`` is called once, when it ends. ``observe(engine, event)`` after every event it handled."""
+    """``exited(status, signal)`` is called once, when it ends; ``observe(engine, event)`` after every event, and at the end."""
 
     def __init__(
         self,
@@ -52,7 +61,7 @@ class EngineProcess(Process):
         role: Role,
         numerics: str,
         exited: Callable[[int | None, int | None], None],
-        observe: "Callable[[EngineProcess, Event], None]",
+        observe: "Callable[[EngineProcess, Event | Ended], None]",
     ) -> None:
         super().__init__(kernel)
         self.key = key
@@ -252,6 +261,7 @@ class EngineProcess(Process):
         """The process is gone; the kernel closes its sockets."""
         if not self.alive:
             return
+        self._observe(self, Ended(status, signal))
         self.die()
         self.transport.close()
         for kind in ("engine", "kv"):

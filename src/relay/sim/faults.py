@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from relay.sim.gateway import HOST
+from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
 
@@ -267,4 +268,5 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "drain": _drain,
     "step_error": _step_error,
     "new_numerics": _new_numerics,
+    "stranger": visit,
 }

@@ -43,7 +43,9 @@ FAULTS = (
     "drain",
     "step_error",
     "new_numerics",
+    "stranger",
 )
+HARMLESS = ("stranger",)  # nothing may fail because of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ def draw(tape: Tape) -> Swarm:
         slots += [(f"decode-{index}", "decode") for index in range(decode)]
     else:
         slots = [(f"worker-{index}", "both") for index in range(decode)]
-    # One run in eight has no fault at all; each kind is on in about a third of the others, so single kinds occur.
-    faults = () if tape.below(8, "faultless") == 0 else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
+    # One run in eight has none that may excuse anything; each kind is on in about a third of the others, so single kinds occur.
+    harmless = tape.below(8, "faultless") == 0
+    faults = HARMLESS if harmless else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
     return Swarm(
         slots=tuple(slots),
         control=_control(tape),

@@ -7,7 +7,7 @@ import msgspec
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, encode
 from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected, Role
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.kernel import Kernel
 from relay.sim.network import Network, Side
 from relay.sim.process import Process
@@ -37,7 +37,7 @@ class WorkerNode:
         role: Role,
         numerics: str,
         launcher_exited: Callable[[WorkerKey, int | None, int | None, EngineExited | None], None],
-        observe: Callable[[EngineProcess, Event], None],
+        observe: Callable[[EngineProcess, Event | Ended], None],
         poisoned: Callable[[], None],
     ) -> None:
         self.key = key

@@ -42,6 +42,7 @@ class Workload:
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, tape.of((0, 0, 4), "min_tokens")),
             seed=tape.below(1 << 20, "seed"),
+            logprobs=tape.of((None, None, 0, 2), "logprobs"),
             presence_penalty=tape.of((0.0, 0.0, 0.5), "penalty"),
             eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
         )

@@ -9,21 +9,20 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Prefill, Reserve, Run
 from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
 from relay.sim.plan import Planned
-from relay.sim.swarm import FAULTS, MS, Swarm
+from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
 from relay.sim.workload import Workload
@@ -56,6 +55,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
         self.step_errors = 0
+        self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
@@ -67,6 +67,7 @@ class World:
         self._next_heal = 1
         self._next_request = 1
         self._to_submit = 0
+        self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
         with tape.within("workload"):
             self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
@@ -85,6 +86,12 @@ class World:
             self.checkers.before_gateway,
             self.checkers.after_gateway,
         )
+
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
+        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        told.sort(key=lambda line: line[0])
+        return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 
     # --- the plot -------------------------------------------------------------------------------------------------
 
@@ -151,7 +158,10 @@ class World:
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
-        return self._to_submit == 0 and not any(client.open for client in self.clients.values())
+        if self._to_submit or (self._open_client is not None and self._open_client.open):
+            return False
+        self._open_client = next((client for client in self.clients.values() if client.open), None)
+        return self._open_client is None
 
     def _all_ready(self) -> bool:
         return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
@@ -265,10 +275,11 @@ class World:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
-    def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        if type(event) is OrderReceived and isinstance(event.order, Run | Reserve | Prefill):
-            work = event.order.work
-            engine.begun[work.request, work.choice, work.attempt] = None
+    def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        if type(event) is OrderReceived:
+            work = getattr(event.order, "work", None)
+            if work is not None:
+                engine.begun[work.request, work.choice, work.attempt] = None
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
@@ -302,7 +313,7 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += 1
+            self.num_faults += kind not in HARMLESS
             self.kernel.tell("{}: {}", name, kind)
         return done
 
