@@ -2,7 +2,7 @@
 
 ``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
 moved by one unit in the last place. Both must turn a comparison red. ``crash:ID`` dies of a segmentation fault in every step that
-computes token ID of a prompt: a poison request. Nothing else uses this module.
+computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance). Nothing else uses this module.
 """
 
 import os
@@ -83,7 +83,7 @@ class PerturbedBackend:
 
 
 class CrashingBackend:
-    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` of a prompt is computed."""
+    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` is computed four times in a row."""
 
     def __init__(self, inner: Backend, token_id: int) -> None:
         self._inner = inner
@@ -93,7 +93,8 @@ class CrashingBackend:
         return getattr(self._inner, name)
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
-        if self._token_id in batch.token_ids:
+        hits = batch.token_ids == self._token_id
+        if np.any(hits[:-3] & hits[1:-2] & hits[2:-1] & hits[3:]):
             os.kill(os.getpid(), signal.SIGSEGV)
         self._inner.run(start, stop, batch)
 
