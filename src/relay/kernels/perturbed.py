@@ -5,7 +5,6 @@ moved by one unit in the last place. Both must turn a comparison red. ``crash:ID
 computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance). Nothing else uses this module.
 """
 
-import os
 import signal
 from typing import Literal, cast, get_args
 
@@ -95,7 +94,9 @@ class CrashingBackend:
     def run(self, start: int, stop: int, batch: Batch) -> None:
         hits = batch.token_ids == self._token_id
         if np.any(hits[:-3] & hits[1:-2] & hits[2:-1] & hits[3:]):
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(
+                signal.SIGSEGV
+            )  # in this thread, as a fault would: a signal to the process may come later
         self._inner.run(start, stop, batch)
 
 
