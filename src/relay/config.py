@@ -68,7 +68,7 @@ class RestartConfig:
     crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
     start_attempts: int = 3  # before the cluster was ever complete
     exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
-    report_wait_s: float = 0.2  # after an engine's EOF, wait this long for its agent to say why
+    report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
 
 
 @dataclass(frozen=True, slots=True)

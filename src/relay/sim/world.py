@@ -263,7 +263,6 @@ class World:
         old = self.workers.get(key.worker)
         if old is not None and (old.alive or old.running is not None):
             self.zombies.append(old)
-            self.kernel.sometimes("zombie")
         self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
         self._calm(key.worker)
         self.workers[key.worker] = WorkerNode(
