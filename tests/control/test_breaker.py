@@ -168,7 +168,7 @@ def test_losses_of_a_worker_count_and_its_return_is_slow() -> None:
 def test_drained_workers_have_not_failed() -> None:
     world = world_of([("a", "both"), ("b", "both")])
     worker = world.core.state.workers["a"]
-    world.core._membership.drain(worker, 0)
+    world.core._membership.leaving.said(worker, 0)
     world.handle(e.ConnectionLost(WorkerKey("a", 1), "engine", "EOF"))
     assert not world.core.state.breakers.workers["a"]._slots
 

@@ -10,7 +10,7 @@ from relay.control.contract import RequestFailure
 from relay.control.requests import Choice, Request
 from relay.control.router import Placement, Router
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import AttemptState, AttemptTrigger, ChoiceState, Trigger
+from relay.control.transitions import AttemptState, AttemptTrigger, ChoiceState, Trigger, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import Accept, Cancel, Prefill, Refuse, Reserve, Run
 
@@ -154,8 +154,10 @@ class Dispatcher:
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
         if message.reason == "full":
+            whole = attempt.prefill is None
             self.close(attempt, now_ns, f"{worker.id} is full")
             worker.full = worker.tight = True
+            worker.queue_full = whole
             if others:
                 return
             choice.full_since_ns = choice.full_since_ns or now_ns
@@ -207,6 +209,25 @@ class Dispatcher:
         if not choice.attempts:
             choice.move(Trigger.REOPEN)
             self._state.queue.add_resumed(choice)
+
+    def relocate(self, worker: Worker, now_ns: int) -> None:
+        """Move what ``worker`` decodes to ready workers, as far as they have room now: each after its last committed token.
+
+        What it prefills for others ends there by itself.
+        """
+        for attempt in list(worker.live):
+            choice = attempt.choice
+            if attempt.decode is not worker or attempt not in choice.attempts:
+                continue
+            if len(choice.attempts) > 1:
+                self.close(attempt, now_ns, f"{worker.id} drains")
+                continue
+            placement = self._router.choose(choice, now_ns)
+            if placement is None or placement.decode.state is not WorkerState.READY:
+                continue
+            self._state.counters["moved"] += 1
+            self.close(attempt, now_ns, f"{worker.id} drains")
+            self._place(choice, placement, now_ns)
 
     def transfer_failed(self, attempt: Attempt, now_ns: int) -> None:
         """KV of ``attempt`` did not reach D, or nobody knows whether it did. Counts against the link, if there is one."""
