@@ -82,9 +82,14 @@ class Work(msgspec.Struct, omit_defaults=True):
 
 
 class Run(Message, tag="run"):
-    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left)."""
+    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left).
+
+    ``park_ms`` > 0: no decode worker has room. Draw the first token only, and keep the KV pinned for so long, or until Cancel or a
+    newer attempt, which then finds the prompt computed.
+    """
 
     work: Work
+    park_ms: int = 0
 
 
 class Reserve(Message, tag="reserve"):
