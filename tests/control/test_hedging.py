@@ -308,6 +308,15 @@ def test_a_disagreement_rings_and_a_third_worker_decides_from_there() -> None:
     assert not world.core.health(world.now_ns)[0], "the alarm stays"
 
 
+def test_after_the_decision_a_resume_starts_from_all_that_is_committed() -> None:
+    world = hedged(workers=[(name, "both") for name in "abcd"])
+    disagree(world)
+    say(world, "c", 3, 3, [103, 104])
+    world.handle(e.ConnectionLost(key(world, "c"), "agent", "EOF"))
+    (run,) = runs(world, "d")
+    assert run.work.token_ids == [*PROMPT, 100, 101, 102, 103, 104]
+
+
 def test_a_third_answer_ends_the_request_with_an_error() -> None:
     world = hedged()
     disagree(world)

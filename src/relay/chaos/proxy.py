@@ -251,11 +251,10 @@ class _ControlTap:
     def _hello(self, data: bytes) -> bytes:
         """Nothing is passed on before the hello is whole."""
         self._first += data
-        if len(self._first) < HEADER_BYTES:
+        payload = payload_size(self._first)
+        if payload is None or len(self._first) < HEADER_BYTES + payload:
             return b""
-        size = HEADER_BYTES + payload_size(self._first)
-        if len(self._first) < size:
-            return b""
+        size = HEADER_BYTES + payload
         (hello,) = FrameDecoder(AgentToGateway | EngineToGateway).feed(self._first[:size])
         assert isinstance(hello, Hello)
         assert self.connection is not None

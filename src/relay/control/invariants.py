@@ -3,7 +3,7 @@
 from collections import Counter
 
 from relay.control.attempts import Attempt
-from relay.control.requests import MAX_ATTEMPTS, Choice
+from relay.control.requests import MAX_ATTEMPTS, Choice, Request
 from relay.control.state import LIVE, ClusterState
 from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 
@@ -11,7 +11,8 @@ from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 def violations(state: ClusterState) -> list[str]:
     """Every broken invariant, one line each; empty when all is well."""
     found: list[str] = []
-    unexplained = Counter([r for worker in state.workers.values() for r in (*worker.unexplained, *worker.long_step)])
+    lost = [request for worker in state.workers.values() for request in (*worker.unexplained, *worker.long_step)]
+    unexplained: dict[Request, int] = Counter(lost) if lost else {}
     for request in state.requests.values():
         num_open = 0
         for choice in request.choices:

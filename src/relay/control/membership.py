@@ -172,9 +172,8 @@ class Membership:
 
         ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it then.
         """
-        if (
-            worker.state is WorkerState.STARTING
-            or now_ns - worker.changed_ns < self._state.config.restart.stable_after_s * SECOND
+        if worker.state is WorkerState.STARTING or now_ns - worker.changed_ns < int(
+            self._state.config.restart.stable_after_s * SECOND
         ):
             worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
         else:
@@ -254,7 +253,7 @@ class Membership:
         worker.suspect = False
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns
-            if now_ns - worker.frozen_since_ns >= self._state.config.detector.frozen_after_s * SECOND:
+            if now_ns - worker.frozen_since_ns >= int(self._state.config.detector.frozen_after_s * SECOND):
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0

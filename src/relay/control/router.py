@@ -122,7 +122,7 @@ class Router:
             return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
         with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
         if with_kv_room is None:
-            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
+            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < int(retry.full_patience_s * SECOND)
             return None if patient else alone
         # During an upgrade workers differ: KV crosses only between equal numerics.
         pairable = [

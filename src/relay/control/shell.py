@@ -52,7 +52,7 @@ from relay.control.record import Recorder
 from relay.ids import WorkerKey
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
-MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
 
 
@@ -91,6 +91,7 @@ class GatewayShell:
         self._launcher = launcher
         self._now_ns = (clock or MonotonicClock()).now_ns
         self._connections: dict[int, Connection] = {}
+        self._strangers: dict[int, Connection] = {}  # those that are nobody's yet, oldest first
         self._bound: dict[tuple[WorkerKey, ProcessName], Connection] = {}
         self._subscribers: dict[int, _Subscriber] = {}
         self._timers: dict[TimerKey, asyncio.TimerHandle] = {}
@@ -250,6 +251,7 @@ class GatewayShell:
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._connections.pop(connection.number, None)
+        self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
             if self._bound.get((worker, connection.process)) is connection:
@@ -260,8 +262,9 @@ class GatewayShell:
         connection = Connection(self, self._next_connection)
         self._next_connection += 1
         self._connections[connection.number] = connection
-        if len(self._connections) > MAX_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(connection.abort, "too many connections")
+        self._strangers[connection.number] = connection
+        if len(self._strangers) > MAX_STRANGERS:  # a worker says who it is at once: the oldest is none
+            self._strangers.pop(next(iter(self._strangers))).abort("too many connections that say nothing")
         return connection
 
     def _handle(self, event: Event) -> None:
@@ -333,6 +336,7 @@ class GatewayShell:
             self._handle(ConnectionLost(command.worker, command.process, "EOF"))
             return
         connection.bind(command.worker, command.process)
+        self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
         connection.send(Welcome(protocol=PROTOCOL_MAX))
 

@@ -13,14 +13,16 @@ from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.requests import Choice
 from relay.control.state import LIVE
-from relay.control.transitions import AttemptState, ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
+from relay.sim.bounds import bounded, within_budget
 from relay.sim.drains import Drains
 from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.kernel import Violation
+from relay.sim.leaks import no_leaks
 from relay.sim.strangers import StrangerWatch
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.agent import HEARTBEAT_NS
@@ -120,6 +122,7 @@ class Checkers:
             raise Violation("I4", self._world.gateway.core.state.alarm)
         self._strangers.after(event, commands)
         self._drains.sent(commands)
+        within_budget(self._world)
         for choice, before in self._stale:
             now = _fingerprint(choice)
             if now[0] != before[0]:
@@ -207,6 +210,7 @@ class Checkers:
         if isinstance(event, ReceiveCompleted):
             self._received(engine, event.transfer)
             return
+        self._drains.handled(engine)
         held = engine.core.held
         try:
             engine.scheduler.check()
@@ -273,6 +277,7 @@ class Checkers:
         self._ownerless = ownerless
         self._deadlines()
         self._drains.audit()
+        bounded(self._world)
 
     def _deadlines(self) -> None:
         """A calm gateway has noticed by now what it must notice."""
@@ -322,30 +327,6 @@ class Checkers:
         return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
-        """The leak check: no request, sequence, block, transfer or timer is left."""
-        world = self._world
-        state = world.gateway.core.state
+        """At the end: everything again, and that nothing is left."""
         self._core_state()
-        if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
-            raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
-        if not world.num_faults and not world.poison_crashes and state.counters["hedges"]:
-            raise Violation("core", f"{state.counters['hedges']} hedges without any fault")
-        if state.requests or len(state.queue):
-            raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
-        if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):
-            raise Violation("I8", "the gateway counts work that is gone")
-        for worker in state.workers.values():
-            if worker.state is not WorkerState.READY:
-                raise Violation("I12", f"{worker.id} is {worker.state.value} after the healing")
-        extra = [key for key in world.gateway.timers if key[0] != "tick"]
-        if extra:
-            raise Violation("I8", f"the gateway still has timers {extra}")
-        for node in world.workers.values():
-            engine = node.running
-            if engine is None:
-                continue
-            load = engine.scheduler.load()
-            if len(engine.core.held) or load.kv_used or load.running or load.waiting:
-                raise Violation("I8", f"{node.key.worker} still holds {list(engine.core.held.by_key)}: {load}")
-            if engine.transport.open_transfers():
-                raise Violation("I8", f"{node.key.worker} still has transfers {engine.transport.open_transfers()}")
+        no_leaks(self._world)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from relay.config import SECOND
 from relay.control import commands as c
 from relay.control.transitions import WorkerState
-from relay.ids import WorkerKey
+from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Reserve, Run
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.kernel import Violation
@@ -23,6 +23,7 @@ class Drains:
     def __init__(self, world: "World") -> None:
         self._world = world
         self._since_ns: dict[WorkerKey, int] = {}
+        self._held: dict[WorkerKey, dict[SequenceKey, None]] = {}  # when the drain began
 
     def sent(self, commands: Iterable[c.Command]) -> None:
         """Work goes to ready workers only."""
@@ -32,6 +33,16 @@ class Drains:
                 worker = workers[command.worker.worker]
                 if worker.state is WorkerState.DRAINING and worker.key == command.worker:
                     raise Violation("I17", f"{worker.id} drains and is given {type(command.message).__name__}")
+
+    def handled(self, engine: EngineProcess) -> None:
+        """After an event of an engine: one that drains holds nothing that it did not hold when that began."""
+        if not engine.core.draining:
+            return
+        held = engine.core.held.by_key
+        known = self._held.setdefault(engine.key, dict.fromkeys(held))
+        for key in held:
+            if key not in known:
+                raise Violation("I17", f"{engine.key.worker} drains, and has taken {key}")
 
     def ended(self, engine: EngineProcess, end: Ended) -> None:
         if end.status == 0 and len(engine.core.held):

@@ -320,6 +320,9 @@ class SimTransport:
         """Workers that this engine sends KV to now, for faults."""
         return list(dict.fromkeys(target for (target, _), link in self._links.items() if link.sendings))
 
+    def senders(self) -> list[Sender]:
+        return [sending.sender for link in self._links.values() for sending in link.sendings.values()]
+
     def receivers(self) -> list[Receiver]:
         """Of the open receptions."""
         receptions = [self.table.get(transfer) for transfer in self.receiving]

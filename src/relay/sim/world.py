@@ -9,7 +9,6 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Prefill, Reserve, Run
 from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
@@ -277,9 +276,10 @@ class World:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
     def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
-        if type(event) is OrderReceived and isinstance(event.order, Run | Reserve | Prefill):
-            work = event.order.work
-            engine.begun[work.request, work.choice, work.attempt] = None
+        if type(event) is OrderReceived:
+            work = getattr(event.order, "work", None)
+            if work is not None:
+                engine.begun[work.request, work.choice, work.attempt] = None
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)

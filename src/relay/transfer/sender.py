@@ -98,6 +98,11 @@ class Sender:
         return self.state in (SenderState.ACKNOWLEDGED, SenderState.FAILED)
 
     @property
+    def in_flight_bytes(self) -> int:
+        """Sent and not yet credited."""
+        return self.bytes_sent - self._bytes_credited
+
+    @property
     def all_sent(self) -> bool:
         return all(sent == self.order.num_tokens for sent in self._sent)
 

@@ -15,7 +15,7 @@ from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
 from relay.worker.host import die_with_parent, host_identity
 from relay.worker.spec import WorkerSpec, decode_spec
-from relay.worker.status_page import StatusPage
+from relay.worker.status_page import Phase, StatusPage
 
 SWITCH_INTERVAL_S = 0.0005  # a step between two C calls must not wait 5 ms for the core thread
 
@@ -71,9 +71,19 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     page.set_phase("loading", clock.now_ns())
     from relay.worker.assembly import assemble
 
-    engine = assemble(spec, lambda phase: page.set_phase(phase, clock.now_ns()))
+    began_ns = clock.now_ns()
+    phases = {"loading": 0.0}
+
+    def announce(phase: Phase) -> None:
+        phases[phase] = (clock.now_ns() - began_ns) / 1e9
+        page.set_phase(phase, clock.now_ns())
+
+    engine = assemble(spec, announce)
     if engine.overlapped:
         declare_compiling(page, clock)
+        starts = ", ".join(f"{phase} from {seconds:.1f} s" for phase, seconds in phases.items())
+        ready_s = (clock.now_ns() - began_ns) / 1e9
+        print(f"{engine.limits.num_blocks} KV blocks; ready in {ready_s:.1f} s ({starts})", file=sys.stderr, flush=True)
     from relay.protocol.messages import GatewayToEngine, Hello
     from relay.transfer.transport import WiredTransport
     from relay.transfer.wire import open_wires
