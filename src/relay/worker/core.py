@@ -341,8 +341,7 @@ class WorkerCore:
             self._held.remove(held)
 
     def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
-        """``quietly``: nothing failed here that anybody need hear of. P's token was the last, or D has the handoff and its word
-        counts."""
+        """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
         if held is None:
             return
