@@ -161,14 +161,17 @@ class FakeWorker:
         return order
 
     def handoff(self, key: SequenceKey, transfer: int) -> None:
-        """D gets everything of ``key``: KV and first token."""
+        """D gets everything of ``key``: KV and first token, which it reports again."""
         sequence = self.sequences.get(key)
         if sequence is None or sequence.transfer != transfer or sequence.runnable:
             return
         work = sequence.work
         token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
+        finish = finish_of(token, len(sequence.tokens) + 1, work.params)
+        first = TokenEntry(work.request, work.choice, work.attempt, len(sequence.tokens), [token], finish)
+        self.out.append(Tokens([first]))
         sequence.tokens.append(token)
-        if finish_of(token, len(sequence.tokens), work.params):
+        if finish:
             del self.sequences[key]
         else:
             sequence.runnable = True

@@ -106,6 +106,7 @@ class Dispatcher:
             attempt.parks = attempt.hedged = placement.parks
             if not placement.parks:
                 self._parking.leave(choice, decode)
+            decode.orphans.pop((choice.request.submission.resume_key, choice.index), None)
             decode.book(attempt, placement.uncached_decode, now_ns)
             how = "park" if placement.parks else "run"
             text = f"attempt {attempt.number}: {how} on {decode.id}, {placement.uncached_decode} tokens uncached"

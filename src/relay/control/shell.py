@@ -47,9 +47,10 @@ from relay.control.events import (
     TimerKey,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.record import Recorder
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_STRANGERS = 256  # connections that have not said who they are
@@ -98,7 +99,7 @@ class GatewayShell:
         self._pending: deque[Command] = deque()
         self._executing = False
         self._next_connection = 1
-        self._next_request = 1
+        self._next_request = first_id(core.state.config.epoch)
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
@@ -243,6 +244,10 @@ class GatewayShell:
     ) -> None:
         self._handle(LauncherExited(worker, status, signal, reason, engine))
 
+    def worker_started(self, worker: WorkerKey) -> None:
+        """The launcher has started this incarnation, perhaps for another gateway."""
+        self._handle(WorkerStarted(worker))
+
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
@@ -254,8 +259,9 @@ class GatewayShell:
         self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[(worker, connection.process)]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return  # closed by us; the same worker may be connected anew
+            del self._bound[(worker, connection.process)]
             self._handle(ConnectionLost(worker, connection.process, reason))
 
     def _new_connection(self) -> Connection:
@@ -338,7 +344,8 @@ class GatewayShell:
         connection.bind(command.worker, command.process)
         self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
-        connection.send(Welcome(protocol=PROTOCOL_MAX))
+        config = self._core.state.config
+        connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
 
     def _reject(self, command: RejectConnection) -> None:
         connection = self._connections.get(command.connection)
