@@ -20,6 +20,7 @@ from relay.transfer.contract import (
     ReceiveOrder,
     TransferEvent,
     TransferLimits,
+    TransferStats,
 )
 from relay.transfer.frame import (
     Abort,
@@ -114,7 +115,9 @@ class ReceptionTable:
         if not mine:
             return
         if receiver.state is ReceiverState.COMPLETE and receiver.handoff is not None:
-            self._emit(ReceiveCompleted(transfer, receiver.handoff))
+            scheme = reception.link.scheme if reception.link is not None else ""
+            stats = TransferStats(scheme, receiver.bytes_copied, receiver.frames_copied)
+            self._emit(ReceiveCompleted(transfer, receiver.handoff, stats))
         else:
             self._emit(ReceiveFailed(transfer, receiver.reason))
 
@@ -160,6 +163,7 @@ class InboundLink:
     def run(self) -> None:
         """Read until the connection ends; every reception it fed fails then."""
         self._writer.start()
+        self._store.register(self._channel.region)
         reason = ""
         try:
             while True:
@@ -171,6 +175,11 @@ class InboundLink:
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
+            self._store.unregister(self._channel.region)
+
+    @property
+    def scheme(self) -> str:
+        return self._channel.scheme
 
     def post(self, replies: list[Outgoing]) -> None:
         """Queue frames for the peer; never blocks."""
