@@ -14,8 +14,9 @@ from relay.record.commit import commit
 from relay.record.frames import Recording, read
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
+from relay.sim.hunt import hunt
 from relay.sim.moments import MOMENTS
-from relay.sim.mutants import MUTANTS, Mutant, by_name, planted, seeds_needed
+from relay.sim.mutants import MUTANTS, Mutant, by_name, planted
 from relay.sim.mutants import SEEDS as MUTANT_SEEDS
 from relay.sim.run import Failure, Run, run_tape
 from relay.sim.shrink import BUDGET_S, shrink
@@ -37,7 +38,7 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 @click.option(
     "--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Begin no run of a sweep after this time."
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep [default: one a core].")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep or of --mutants [default: one a core].")
 @click.option(
     "--fill/--no-fill",
     default=None,
@@ -114,7 +115,7 @@ def sim(
         raise UsageError("--fresh goes with --seeds or --time-limit")
     cores = len(os.sched_getaffinity(0))
     if mutants:
-        return _mutants(_chosen(only), as_json)
+        return _mutants(_chosen(only), jobs or cores, as_json)
     if sweeping:
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
@@ -242,13 +243,12 @@ def _print(total: Sweep, fill: bool) -> None:
     )
 
 
-def _mutants(chosen: list[Mutant], as_json: bool) -> int:
-    needed: dict[str, int | None] = {}
-    for mutant in chosen:
-        needed[mutant.name] = count = seeds_needed(mutant)
-        if not as_json:
-            text = f"found by seed {count - 1}" if count else f"not found in {MUTANT_SEEDS} seeds"
-            click.echo(f"{mutant.name}: {text}")
+def _mutants(chosen: list[Mutant], jobs: int, as_json: bool) -> int:
+    def told(name: str, count: int | None) -> None:
+        text = f"found by seed {count - 1}" if count else f"not found in {MUTANT_SEEDS} seeds"
+        click.echo(f"{name}: {text}", err=as_json)
+
+    needed = hunt(chosen, jobs, told)
     found = sum(count is not None for count in needed.values())
     if as_json:
         click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
