@@ -297,6 +297,7 @@ class ServeConfig:
     grace_s: float = 30.0
     worker_port: int = 0  # of the listener that workers dial
     worker_address: str | None = None  # what they dial instead, where something stands in between
+    perturb: tuple[str, ...] = ()  # "worker=kind" of ``kernels.perturbed``; "all" is every worker
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
@@ -317,6 +318,19 @@ class ServeConfig:
     def resolved_control(self) -> ControlConfig:
         """``control`` with the step deadline of the backend, unless another one was set."""
         return control_for(self.worker.backend, self.control)
+
+    @property
+    def perturbations(self) -> dict[str, str]:
+        """Worker id → what makes it wrong on purpose. Raises UsageError."""
+        ids = [worker for worker, _ in self.slots]
+        found: dict[str, str] = {}
+        for text in self.perturb:
+            worker, _, kind = text.partition("=")
+            _check(
+                worker in (*ids, "all") and kind != "", f"--perturb {text!r}: write WORKER=KIND, WORKER of {ids} or all"
+            )
+            found |= dict.fromkeys(ids if worker == "all" else [worker], kind)
+        return found
 
     @property
     def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:

@@ -12,7 +12,7 @@ DATA = bytes(range(256)) * 40
 
 
 async def connected(injury=None):
-    """(dialler's reader and writer, listener's reader and writer, connection); the proxy between them hurts the first chunk upwards."""
+    """(dialler's reader and writer, listener's reader and writer, connection); the first chunk upwards is hurt."""
     arrived: asyncio.Queue = asyncio.Queue()
     server = await asyncio.start_server(lambda r, w: arrived.put_nowait((r, w)), "127.0.0.1", 0)
     target = server.sockets[0].getsockname()[:2]

@@ -165,10 +165,12 @@ def test_when_one_s_worker_dies_the_other_goes_on_and_nothing_is_placed(lost: st
 def test_a_failed_hedge_does_not_fail_the_request() -> None:
     for message in (Refuse(1, 0, 2, "too_long"), Refuse(1, 0, 2, "full"), SequenceFailed(1, 0, 2, "NaN", False)):
         world = hedged()
+        world.core.state.counters["tokens"] += 1000  # there would be budget for more
         world.handle(e.WorkerMessage(key(world, "b"), message))
         assert world.clients[1].failure is None
         assert numbers(world) == [1]
-        tick(world)
+        assert not choice_of(world).full_since_ns
+        world.handle(e.TimerFired(("tick", "")))
         assert numbers(world) == [1], "one hedge an attempt"
 
 
@@ -259,6 +261,27 @@ def test_a_hedge_stays_within_its_numerics() -> None:
     assert numbers(world) == [1]
 
 
+def test_a_hedge_goes_nowhere_rather_than_to_another_bad_worker() -> None:
+    slots = [(name, "both") for name in "abcde"]
+    for bad in ("doubted", "breaker", "numerics"):
+        world = World(first, slots, RICH).ready()
+        world.submit(PROMPT)
+        state = world.core.state
+        for name in "cde" if bad != "numerics" else "bcde":
+            state.workers[name].engine.numerics_id = "other"
+        if bad == "breaker":
+            for _ in range(10):
+                state.breakers.workers["b"].failed(world.now_ns + int(1.1 * SECOND))
+        state.workers["a"].suspect = True
+        state.workers["b"].suspect = bad == "doubted"
+        state.counters["tokens"] += 1000
+        world.core._hedger.tick(world.now_ns + int(1.2 * SECOND))
+        assert numbers(world) == [1], bad
+        state.workers["b"].suspect = False
+        world.core._hedger.tick(world.now_ns + 60 * SECOND)
+        assert numbers(world) == ([1] if bad == "numerics" else [1, 2])
+
+
 # --- disagreement -----------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +306,15 @@ def test_a_disagreement_rings_and_a_third_worker_decides_from_there() -> None:
     say(world, "c", 3, 4, [104])
     assert world.clients[1].tokens[0] == [100, 101, 102, 103, 104], "two of three agree"
     assert not world.core.health(world.now_ns)[0], "the alarm stays"
+
+
+def test_after_the_decision_a_resume_starts_from_all_that_is_committed() -> None:
+    world = hedged(workers=[(name, "both") for name in "abcd"])
+    disagree(world)
+    say(world, "c", 3, 3, [103, 104])
+    world.handle(e.ConnectionLost(key(world, "c"), "agent", "EOF"))
+    (run,) = runs(world, "d")
+    assert run.work.token_ids == [*PROMPT, 100, 101, 102, 103, 104]
 
 
 def test_a_third_answer_ends_the_request_with_an_error() -> None:

@@ -250,6 +250,18 @@ def test_draining_worker_finishes_and_refuses(start):
     assert worker.process.wait(PATIENCE_S) == 0
 
 
+def test_a_second_sigterm_ends_at_once(start):
+    worker = start("w")
+    worker.engine.send(Run(work(1, max_tokens=900)))
+    worker.engine.expect(Tokens)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.agent.expect(Heartbeat, lambda beat: beat.phase == "draining")
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.agent.expect(EngineExited).signal == signal.SIGKILL
+    assert worker.process.wait(PATIENCE_S) == 128 + signal.SIGKILL
+    assert not [m for m in worker.engine.inbox if isinstance(m, Drained)]
+
+
 def test_wrong_digest_is_one_line_and_its_own_code(listener, pack_path):
     spec = WorkerSpec(
         worker="w",

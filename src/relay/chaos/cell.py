@@ -1,6 +1,7 @@
 """One cluster of one shape under the faults of one seed, from start to the check that nothing is left of it."""
 
 import asyncio
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from relay.chaos.watch import Watch
 
 QUIET_S = 30.0
 EXIT_S = 5.0
+LENT_FAULTS = 2
+SHM_SHARE = 1 / 3
 
 
 class Cell:
@@ -43,11 +46,12 @@ class Cell:
         self._resumes = Resumes()
         self._watch = Watch(on_order=self._resumes.ordered, on_token=self._resumes.reported)
         worker_port = free_port()
-        self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended)
+        self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
         self._worker_port = worker_port
         self._injector = Injector(self._proxy, self._resumes, say)
         self._watch.on_seen = self._injector.seen
-        self._started = self._running_now = self._ended = 0
+        self._injector.starved = self._starved
+        self._started = self._running_now = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
@@ -60,6 +64,7 @@ class Cell:
                 self._settings.model,
                 *self._shape.flags,
                 *self._settings.serve,
+                *(["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []),
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
@@ -123,9 +128,8 @@ class Cell:
         """Request ``index`` begins when its share of the faults, less what may run at once, was done."""
         async with gate:
             per_request = self._settings.faults / len(self._requests)
-            due = int((index - self._settings.concurrency) * per_request)
-            few = max(2, self._settings.concurrency // 2)
-            while self._injector.num_done < due and not (self._injector.hungry and self._running_now < few):
+            due = max(0, int((index - self._settings.concurrency) * per_request))
+            while not self._may_begin(due):
                 await self._next_move()
             self._started += 1
             self._running_now += 1
@@ -137,12 +141,19 @@ class Cell:
 
             outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s, arrived)
             self._running_now -= 1
-            self._ended += 1
-            self._injector.exhausted = self._ended == len(self._requests)
             self._moved.set()
             self._watch.ended(request.seed)
             self._resumes.ended(request.seed)
             return outcome
+
+    def _may_begin(self, due: int) -> bool:
+        """With ``due`` faults behind it. A fault that waits for requests is lent some of those that would begin after it."""
+        return self._injector.num_done + (LENT_FAULTS if self._injector.hungry else 0) >= due
+
+    def _starved(self) -> bool:
+        waiting = len(self._requests) - self._started
+        next_due = int((self._started - self._settings.concurrency) * self._settings.faults / len(self._requests))
+        return not self._running_now and (not waiting or not self._may_begin(next_due))
 
     async def _next_move(self) -> None:
         self._moved.clear()
@@ -207,6 +218,10 @@ class Cell:
     def _leak(self, lines: list[str]) -> None:
         self._result.leaked += len(lines)
         self._result.problems += [f"leak: {line}" for line in lines]
+
+    def _by_shared_memory(self, life: Life) -> bool:
+        """A third of all lives get their KV as they would without a proxy."""
+        return random.Random(f"shm {self._seed} {life.worker} {life.incarnation}").random() < SHM_SHARE
 
     def _life_ended(self, life: Life) -> None:
         if life.struck is not None and KINDS[life.struck[0]].fatal:

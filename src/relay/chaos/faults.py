@@ -11,13 +11,14 @@ from typing import Any
 from relay.chaos.kinds import KINDS, Kind
 from relay.chaos.pipe import Injury, Pipe
 from relay.chaos.plan import Fault
-from relay.chaos.proxy import Life, Proxy
+from relay.chaos.proxy import KvFrame, Life, Proxy
 from relay.chaos.resume import Resumes
-from relay.chaos.watch import Seen
+from relay.chaos.watch import Placement, Seen
 
 MOMENT_PATIENCE_S = 3.0
 BUSY_PATIENCE_S = 2.0
-VICTIM_PATIENCE_S = 60.0
+KV_PATIENCE_S = 8.0
+VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
 INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
@@ -46,7 +47,7 @@ class Injector:
         self.problems: list[str] = []
         self.progress = asyncio.Event()  # set after every fault, and when requests are needed for the next
         self.hungry = False  # waits for requests to do something
-        self.exhausted = False  # no request is left: what waits for one may stop waiting
+        self.starved: Callable[[], bool] = lambda: False  # no request runs or may begin: nothing is left to wait for
 
     def seen(self, seen: Seen) -> None:
         """The watch's: something happened to a choice. Strikes before the bytes that say so are passed on."""
@@ -77,7 +78,8 @@ class Injector:
             return
         life = await self._victim(fault)
         if life is None:
-            self.problems.append(f"{fault.kind}: no {fault.role} worker was ready within {VICTIM_PATIENCE_S:.0f} s")
+            lives = ", ".join(str(life) for life in self._proxy.lives.values())
+            self.problems.append(f"{fault.kind}: no {fault.role} was ready within {VICTIM_PATIENCE_S:.0f} s: {lives}")
             return
         pending = self._strike_now(fault, kind, life)
         if pending is not None:
@@ -88,7 +90,7 @@ class Injector:
         self.hungry = True
         self.progress.set()
         deadline = time.monotonic() + patience_s
-        while not happened.done() and not self.exhausted and time.monotonic() < deadline:
+        while not happened.done() and not self.starved() and time.monotonic() < deadline:
             await asyncio.wait({happened}, timeout=0.05)
         self.hungry = False
         return happened.done()
@@ -124,7 +126,7 @@ class Injector:
                     if life.role == fault.role and life.ready and not life.hurt
                 ]
                 busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
-                settle = fault.idle or self.exhausted or waited_s > BUSY_PATIENCE_S
+                settle = fault.idle or self.starved() or waited_s > BUSY_PATIENCE_S
                 if busy or (ready and settle):
                     candidates = busy or ready
                     return candidates[fault.aim % len(candidates)]
@@ -168,49 +170,53 @@ class Injector:
         life.hurt = True
         injury = Injury(kind.deed, 0, fault.hold_s, fault.aim >> 8)  # type: ignore[arg-type] # a wire kind's deeds are harms
         self.by_kind[fault.kind] += 1
-        if kind.deed in ("truncate", "corrupt"):  # needs bytes to spoil; an idle connection's next ones
-            struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-            def done() -> None:
-                self._record(fault.kind, life)
-                if not struck.done():
-                    struck.set_result(None)
-
-            pipe.arm(Injury(injury.harm, (fault.aim >> 12) % 40, 0.0, injury.bit), done)
-            return asyncio.ensure_future(_at_most(struck, MOMENT_PATIENCE_S))
+        if kind.deed in ("truncate", "corrupt"):
+            spoil = Injury(injury.harm, (fault.aim >> 12) % 40, 0.0, injury.bit)
+            return asyncio.ensure_future(self._spoil(fault, life, pipe, spoil))
         self._record(fault.kind, life)
         if kind.deed == "delay":
             self._later(self._forgive(life, fault.hold_s))
         pipe.hurt(injury)
         return None
 
-    async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
-        """At the ``nth`` KV frame from now on; False when none is to come."""
+    async def _spoil(self, fault: Fault, life: Life, pipe: Pipe, injury: Injury) -> None:
+        """Spoil the next bytes of a control connection; where none come, the agent's next heartbeat."""
         struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = fault.nth
 
-        def look(transfer: int, pipe: Pipe, target: str) -> Injury | None:
-            nonlocal left
-            left -= 1
-            life = self._proxy.lives.get(target)
-            if left > 0 or struck.done() or life is None:
+        def done() -> None:
+            self._record(fault.kind, life)
+            struck.set_result(None)
+
+        pipe.arm(injury, done)
+        await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
+        if not struck.done():
+            pipe.disarm()
+            life.connections["agent"].up.arm(injury, done)
+            await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
+
+    async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
+        """At the ``nth`` KV frame of a transfer, or at the handoff of one that has fewer; False when none is to come."""
+        struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def look(frame: KvFrame) -> Injury | None:
+            life = self._proxy.lives.get(frame.target)
+            if struck.done() or life is None or not (frame.handoff or frame.number >= fault.nth):
                 return None
-            self._record(fault.kind, life, only_transfer=transfer)
+            self._record(fault.kind, life, only=frame.placement)
             struck.set_result(None)
             return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
 
         self._proxy.kv_injury = look
-        came = await self._until(struck, VICTIM_PATIENCE_S)
-        self._proxy.kv_injury = lambda transfer, pipe, target: None
-        self.by_kind[fault.kind] += came
+        came = await self._until(struck, KV_PATIENCE_S)
+        self._proxy.kv_injury = lambda frame: None
+        if came:
+            self.by_kind[fault.kind] += 1
         return came
 
-    def _record(self, kind: str, life: Life, only_transfer: int = 0) -> None:
+    def _record(self, kind: str, life: Life, only: Placement | None = None) -> None:
         """Note what every choice it strikes is doing."""
         now_s = time.monotonic()
-        struck = self._proxy.watch.held_by(life.worker)
-        if only_transfer:
-            struck = [placement for placement in struck if placement.transfer == only_transfer]
+        struck = self._proxy.watch.held_by(life.worker) if only is None else [only]
         for placement in struck:
             moment = "draining" if life.draining else placement.moment
             self.moments[(kind, moment)] += 1
@@ -244,7 +250,3 @@ class Injector:
         running = asyncio.ensure_future(work)
         self._afterwards.add(running)
         running.add_done_callback(self._afterwards.discard)
-
-
-async def _at_most(future: "asyncio.Future[None]", seconds: float) -> None:
-    await asyncio.wait({future}, timeout=seconds)

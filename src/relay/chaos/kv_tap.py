@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from relay.chaos.pipe import Injury, Pipe
+from relay.transfer.checksum import crc32c
 from relay.transfer.frame import HEADER_BYTES, FrameError, Kind, parse
 
 OnFrame = Callable[[int, bool, Pipe, str], Injury | None]
@@ -43,7 +44,7 @@ class KvTap:
 
     def _frame(self) -> Injury | None:
         try:
-            header = parse(self._header)
+            header, _ = parse(bytes(self._header), crc32c)
         except FrameError:
             self._blind = True
             return None

@@ -59,6 +59,9 @@ class Pipe:
         """Do it to the next bytes that come; ``done`` is called then."""
         self._armed = (injury, done)
 
+    def disarm(self) -> None:
+        self._armed = None
+
     def flush_early(self) -> None:
         """The target is connected: pass on what came before."""
         if not self._held_until:

@@ -17,7 +17,7 @@ IDLE_SHARE = 0.1
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. ``moment`` "" strikes when its turn comes, whatever its victim does; otherwise a choice of the victim must be
-    there, for a KV frame the ``nth`` from then on."""
+    there; for a KV connection it is the ``nth`` frame of a transfer."""
 
     kind: str
     role: str  # of the victim; for a KV connection that of its target D

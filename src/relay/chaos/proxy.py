@@ -19,7 +19,7 @@ import msgspec
 
 from relay.chaos.kv_tap import KvTap
 from relay.chaos.pipe import Connection, End, Injury, Pipe
-from relay.chaos.watch import Watch
+from relay.chaos.watch import Placement, Watch
 from relay.protocol.framing import HEADER_BYTES, FrameDecoder, encode, payload_size
 from relay.protocol.messages import (
     AgentToGateway,
@@ -49,6 +49,10 @@ class Life:
     draining: bool = False
     hurt: bool = False  # a fault has struck it, and it has not got over it
     struck: tuple[str, float] | None = None  # the first fault (kind, monotonic seconds)
+
+    def __str__(self) -> str:
+        state = "hurt" if self.hurt else "ended" if self.ended_s else f"welcomed {sorted(self.welcomed)}"
+        return f"{self.worker}.{self.incarnation} {state}"
 
     @property
     def ready(self) -> bool:
@@ -80,11 +84,30 @@ class Life:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class KvFrame:
+    """A frame on its way from P to D: the ``number``-th KV frame of its transfer, or the handoff behind them."""
+
+    placement: Placement
+    number: int
+    handoff: bool
+    pipe: Pipe
+    target: str
+
+
 class Proxy:
     """One a run. ``start`` before the gateway; ``close`` after it."""
 
-    def __init__(self, watch: Watch, gateway: tuple[str, int], on_ended: Callable[[Life], None]) -> None:
-        """``on_ended``: the first sign that the gateway, or the kernel, has ended a life."""
+    def __init__(
+        self,
+        watch: Watch,
+        gateway: tuple[str, int],
+        on_ended: Callable[[Life], None],
+        past_proxy: Callable[[Life], bool],
+    ) -> None:
+        """``on_ended``: the first sign that the gateway has given a life up. ``past_proxy``: whether KV may reach it by shared
+        memory, unseen, rather than through the proxy."""
+        self._past_proxy = past_proxy
         self.watch = watch
         self._gateway = gateway
         self._on_ended = on_ended
@@ -92,8 +115,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.lives: dict[str, Life] = {}  # the latest of each worker
         self.past: list[Life] = []
-        self.kv_injury: Callable[[int, Pipe, str], Injury | None] = lambda transfer, pipe, target: None
-        self.kv_frames = 0
+        self.kv_injury: Callable[[KvFrame], Injury | None] = lambda frame: None
 
     async def start(self) -> tuple[str, int]:
         """Listen for workers; returns the address they must dial."""
@@ -146,7 +168,9 @@ class Proxy:
         if hello.process != "engine":
             return hello
         addresses = [self._kv_listener(life, address) for address in hello.kv_addresses if address.startswith("tcp://")]
-        return msgspec.structs.replace(hello, kv_addresses=addresses, transports=("tcp",))
+        if self._past_proxy(life):
+            addresses = [*(one for one in hello.kv_addresses if not one.startswith("tcp://")), *addresses]
+        return msgspec.structs.replace(hello, kv_addresses=addresses)
 
     def _kv_listener(self, life: Life, address: str) -> str:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -168,9 +192,10 @@ class Proxy:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
     def _kv_frame(self, transfer: int, handoff: bool, pipe: Pipe, target: str) -> Injury | None:
-        self.kv_frames += 1
-        self.watch.kv_frame(transfer, handoff=handoff)
-        return self.kv_injury(transfer, pipe, target)
+        placement = self.watch.kv_frame(transfer, handoff=handoff)
+        if placement is None:
+            return None
+        return self.kv_injury(KvFrame(placement, placement.kv_frames, handoff, pipe, target))
 
     def to_worker(self, life: Life, process: str, message: Message) -> None:
         if isinstance(message, Welcome):

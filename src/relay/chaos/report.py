@@ -1,14 +1,17 @@
 """The report of a run: cells added up, waits as percentiles, and what makes it a failure."""
 
 import platform
-import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from relay import __version__
 from relay.chaos.oracle import Calm
 from relay.chaos.settings import CellResult
+from relay.record.commit import commit
 
 SHOWN_PROBLEMS = 60
 
@@ -23,7 +26,7 @@ def waits(values: list[float]) -> dict[str, float | int | None]:
     return {"n": len(values), "p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
 
 
-def report(cells: list[CellResult], calm: Calm | None) -> dict[str, Any]:
+def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
     """What ``relay chaos --json`` prints."""
     faults: Counter[str] = Counter()
     signals: Counter[str] = Counter()
@@ -59,7 +62,7 @@ def report(cells: list[CellResult], calm: Calm | None) -> dict[str, Any]:
             }
             for kind in sorted(faults)
         },
-        "calm": None if calm is None else _calm(calm, tokens),
+        "calm": _calm(calm, tokens),
         "cells": [
             {
                 "shape": cell.shape,
@@ -76,20 +79,23 @@ def report(cells: list[CellResult], calm: Calm | None) -> dict[str, Any]:
         "problems": [f"{cell.shape} seed {cell.seed}: {text}" for cell in cells for text in cell.problems][
             :SHOWN_PROBLEMS
         ],
+        "command": "relay " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "version": __version__,
         "commit": commit(),
     }
 
 
-def _calm(calm: Calm, tokens: list[int]) -> dict[str, float | None]:
+def _calm(costs: list[Calm], tokens: list[int]) -> dict[str, float | None]:
     """The fault-free cost of what the median resume has to do: compute its tokens again, and one step."""
     middle = percentile([float(count) for count in tokens], 0.5)
+    token_s, step_s = median(cost.token_s for cost in costs), median(cost.step_s for cost in costs)
     return {
-        "prefill_ms_per_token": round(calm.token_s * 1e3, 4),
-        "step_ms": round(calm.step_s * 1e3, 2),
+        "prefill_ms_per_token": round(token_s * 1e3, 4),
+        "step_ms": round(step_s * 1e3, 2),
         "resumed_tokens_p50": middle,
-        "reprefill_and_step_ms_p50": None if middle is None else round((middle * calm.token_s + calm.step_s) * 1e3, 2),
+        "reprefill_and_step_ms_p50": None if middle is None else round((middle * token_s + step_s) * 1e3, 2),
     }
 
 
@@ -105,12 +111,3 @@ def machine() -> str:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
-
-
-def commit() -> str:
-    """Of the source that runs; empty where it is no checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -13,6 +13,7 @@ WORDS = (
 )
 PREFIXES = 3
 LONGEST_WORDS = 460  # about 600 tokens of these words
+LONGEST_ANSWER = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +34,30 @@ class ChatOrCompletion:
         return bool(self.body["stream"])
 
 
-def draw_requests(seed: int, count: int, model: str, *, longest_words: int = LONGEST_WORDS) -> list[ChatOrCompletion]:
-    """``count`` different requests; the same seed gives the same ones."""
+def draw_requests(
+    seed: int, count: int, model: str, *, longest_words: int = LONGEST_WORDS, longest_answer: int = LONGEST_ANSWER
+) -> list[ChatOrCompletion]:
+    """``count`` different requests; the same seed gives the same ones. Bounds: words of a prompt, tokens of an answer."""
     dice = random.Random(f"requests {seed}")
     prefixes = [_words(dice, dice.randrange(longest_words // 8, longest_words // 2)) for _ in range(PREFIXES)]
     base = dice.getrandbits(40) << 16
-    return [_draw(dice, index, base + index, model, prefixes, longest_words) for index in range(count)]
+    return [_draw(dice, index, base + index, model, prefixes, longest_words, longest_answer) for index in range(count)]
 
 
 def _draw(
-    dice: random.Random, index: int, seed: int, model: str, prefixes: list[str], longest_words: int
+    dice: random.Random,
+    index: int,
+    seed: int,
+    model: str,
+    prefixes: list[str],
+    longest_words: int,
+    longest_answer: int,
 ) -> ChatOrCompletion:
     body: dict[str, Any] = {
         "model": model,
         "seed": seed,
         "stream": index % 8 != 5,
-        "max_tokens": dice.choice((1, 6, 12, 20, 32, 48)),
+        "max_tokens": max(1, int(longest_answer * dice.choice((0, 1 / 8, 1 / 4, 2 / 5, 2 / 3, 1)))),
         "return_token_ids": True,
     }
     if body["stream"]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relay.chaos.requests import LONGEST_WORDS
+from relay.chaos.requests import LONGEST_ANSWER, LONGEST_WORDS
 from relay.chaos.shapes import Shape
 from relay.errors import UsageError
 
@@ -21,8 +21,11 @@ class ChaosSettings:
     serve: tuple[str, ...] = ()
     concurrency: int = 6
     longest_words: int = LONGEST_WORDS
+    longest_answer: int = LONGEST_ANSWER
     request_timeout_s: float = 180.0
+    inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
     trace: Path | None = None
+    keep: Path | None = None  # folder of cells' results: those that are there already are not run again
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= 100_000:
@@ -33,6 +36,8 @@ class ChaosSettings:
             raise UsageError(f"--concurrency must be 1 to 512, not {self.concurrency}")
         if not 1 <= self.longest_words <= 5000:
             raise UsageError(f"--longest-prompt must be 1 to 5000 words, not {self.longest_words}")
+        if not 1 <= self.longest_answer <= 5000:
+            raise UsageError(f"--longest-answer must be 1 to 5000 tokens, not {self.longest_answer}")
         if len(set(self.shapes)) != len(self.shapes) or len(set(self.seeds)) != len(self.seeds):
             raise UsageError("a shape or a seed is given twice")
 

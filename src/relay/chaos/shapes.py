@@ -29,6 +29,11 @@ class Shape:
         return ("prefill", "decode") if self.prefill else ("both",)
 
     @property
+    def last(self) -> str:
+        """The id of its last worker."""
+        return f"{'decode' if self.prefill else 'worker'}-{self.decode - 1}"
+
+    @property
     def flags(self) -> list[str]:
         """For ``relay serve``."""
         return ["--prefill", str(self.prefill), "--decode", str(self.decode)]

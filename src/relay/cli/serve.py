@@ -71,6 +71,7 @@ from relay.config import (
 )
 @click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
 @click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
+@click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, file_okay=False),
@@ -105,6 +106,7 @@ def serve(
     record: Path | None,
     worker_port: int,
     worker_address: str | None,
+    perturb: tuple[str, ...],
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
@@ -122,6 +124,7 @@ def serve(
         grace_s=grace,
         worker_port=worker_port,
         worker_address=worker_address,
+        perturb=perturb,
         worker=WorkerConfig.of(
             backend,
             devices=tuple(device.split(",")),

@@ -124,6 +124,7 @@ class Server:
             model.digest,
             log.line,
             workers=[worker for worker, _ in config.slots],
+            perturb=config.perturbations,
         )
         folder = config.worker.record
         recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None

@@ -14,6 +14,7 @@ from relay.errors import UsageError
 from relay.record.commit import commit
 from relay.record.frames import Recording, read
 from relay.sim import coverage
+from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
 from relay.sim.mutants import by_name, planted
 from relay.sim.run import Failure, Run, run_tape
@@ -124,10 +125,10 @@ def sim(
         return _sweep(first, seeds, jobs or cores, time_limit, filling, shrinks is not False, as_json)
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
-    edits = Edits(directed=_direction(directed)) if directed is not None else Edits()
+    edits = _direction(directed) if directed is not None else Edits()
     name = choose(only)[0].name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
-    run = _play(played)
+    run = _play(played, story)
     if record is not None:
         played.save(record, commit())
     return _one(run, as_json, story, shrinks=bool(shrinks))
@@ -139,22 +140,22 @@ def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool
     recorded, here = recording.head.commit, commit()
     if recorded != here:
         click.echo(f"relay: {recording.path} was recorded with {recorded}, this is {here}; it may not fit", err=True)
-    return _one(_play(tape), as_json, story, shrinks=shrinks)
+    return _one(_play(tape, story), as_json, story, shrinks=shrinks)
 
 
-def _play(tape: Tape) -> Run:
+def _play(tape: Tape, story: bool) -> Run:
     if not tape.mutant:
-        return run_tape(tape)
+        return run_tape(tape, story=story)
     with planted(by_name(tape.mutant)):
-        return run_tape(tape)
+        return run_tape(tape, story=story)
 
 
-def _direction(text: str) -> tuple[str, str]:
+def _direction(text: str) -> Edits:
     fault, _, moment = text.partition(":")
     for name, known, kind in ((fault, FAULTS, "fault"), (moment, MOMENTS, "moment")):
         if name not in known:
             raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
-    return fault, moment
+    return directed_edits(fault, moment)
 
 
 def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:

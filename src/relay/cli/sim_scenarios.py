@@ -20,7 +20,7 @@ def play(name: str | None, seed: int | None, only: tuple[str, ...], story: bool,
     answers = []
     for scenario in scenarios:
         with planted(choose(only)[0]) if only else nullcontext():
-            runs = [catalogue.run_scenario(scenario, each) for each in seeds]
+            runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
         failures = [run.failure for run in runs if run.failure is not None]
         broken += len(failures)
         events = sum(run.events for run in runs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from relay.config import SECOND, ControlConfig
 from relay.control import admission, report
-from relay.control.commands import Command, Ended, Refuse, SetTimer
+from relay.control.commands import Command, Ended, LeaveRefused, Refuse, SetTimer
 from relay.control.contract import ModelInfo, RequestFailure
 from relay.control.detector import Detector
 from relay.control.events import (
@@ -17,6 +17,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     RequestCancelled,
     RequestSubmitted,
     Started,
@@ -81,6 +82,7 @@ class GatewayCore:
             Started: self._started,
             DrainRequested: self._drain,
             StopRequested: self._stop,
+            LeaveOrdered: self._leave,
         }
         self._engine: dict[type, Callable[[Worker, Any, int], None]] = {
             Tokens: self._tokens.tokens,
@@ -173,12 +175,12 @@ class GatewayCore:
     def _refused(self, worker: Worker, message: EngineRefuse, now_ns: int) -> None:
         self._dispatcher.refused(worker, message, now_ns)
         if message.reason == "draining":
-            self._membership.drain(worker, now_ns)
+            self._membership.leaving.said(worker, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
-        if worker.full:
-            worker.full = False
+        if worker.full or worker.queue_full:
+            worker.full = worker.queue_full = False
             self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
@@ -186,7 +188,7 @@ class GatewayCore:
         self.state.changed = True
 
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
-        self._membership.drain(worker, now_ns)
+        self._membership.leaving.said(worker, now_ns)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -205,9 +207,10 @@ class GatewayCore:
             return
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
+        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
-            worker.full = False
+            worker.full = worker.queue_full = False
             worker.stop_expecting_old(now_ns)
         self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
@@ -256,11 +259,28 @@ class GatewayCore:
         if not pinned:
             return False
         workers = self.state.workers.values()
-        return all(worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in workers)
+        staying = [worker for worker in workers if worker.state is not WorkerState.STOPPED]
+        return bool(staying) and all(
+            worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in staying
+        )
 
     def _drain(self, event: DrainRequested, now_ns: int) -> None:
         self.state.draining = True
         self._dispatcher.check_quiesced()
+
+    def _leave(self, event: LeaveOrdered, now_ns: int) -> None:
+        """Refused as a whole, or begun with all of them."""
+        state, leaving = self.state, self._membership.leaving
+        unknown = [worker for worker in event.workers if worker not in state.workers]
+        problem = f"there is no worker {unknown[0]!r}" if unknown else ""
+        workers = [state.workers[worker] for worker in event.workers or state.workers] if not problem else []
+        if event.rolling and not problem:
+            problem = leaving.roll(workers)
+        elif not problem:
+            for worker in workers:
+                problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
+        if problem:
+            state.commands.append(LeaveRefused(problem))
 
     def _stop(self, event: StopRequested, now_ns: int) -> None:
         state = self.state

@@ -33,6 +33,8 @@ class Detector:
         late_ns = now_ns - last - int(config.tick_s * SECOND)
         if late_ns > int(config.detector.own_stall_s * SECOND):
             self._state.counters["own_stalls"] += 1
+            if self._state.no_worker_since_ns is not None:
+                self._state.no_worker_since_ns += late_ns
             for worker in self._state.workers.values():
                 worker.heard_ns += late_ns
                 worker.progress_ns += late_ns

@@ -89,6 +89,15 @@ class DrainRequested:
 
 
 @dataclass(slots=True)
+class LeaveOrdered:
+    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another."""
+
+    workers: tuple[str, ...]
+    stay_out: bool = False
+    rolling: bool = False
+
+
+@dataclass(slots=True)
 class StopRequested:
     """End now: what still runs fails, workers are stopped and stay so."""
 
@@ -105,4 +114,5 @@ Event = (
     | TimerFired
     | DrainRequested
     | StopRequested
+    | LeaveOrdered
 )

@@ -11,13 +11,12 @@ from relay.control.commands import (
     ClusterReady,
     LaunchWorker,
     RejectConnection,
-    SendToAgent,
-    SendToEngine,
     SetTimer,
     StopWorker,
     WorkerGaveUp,
 )
 from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
+from relay.control.leaving import Leaving
 from relay.control.placement import Dispatcher
 from relay.control.state import LIVE, ClusterState
 from relay.control.transitions import WorkerState, WorkerTrigger
@@ -25,7 +24,6 @@ from relay.control.workers import Worker
 from relay.protocol.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
-    Drain,
     EngineExited,
     Heartbeat,
     Hello,
@@ -41,6 +39,7 @@ class Membership:
     def __init__(self, state: ClusterState, dispatcher: Dispatcher) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self.leaving = Leaving(state, dispatcher, self.launch)
         self._blame = Blame(state, dispatcher)
 
     # --- coming ---------------------------------------------------------------------------------------------------
@@ -129,7 +128,8 @@ class Membership:
             self._blame.accuse(worker, message.manifest, message.alone, f"crashed with {how}", now_ns)
         self._blame.explained(worker)
         if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
-            self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
+            drained = worker.refuses and message.status == 0  # its agent follows by itself, and with the same status
+            self.lose(worker, f"engine exited with {how}", now_ns, fence=not drained)
         worker.last_cause = f"engine exited with {how}"
         self._dispatcher.pump(now_ns)
 
@@ -162,6 +162,9 @@ class Membership:
             worker.move(WorkerTrigger.STOP, now_ns)
             self._state.commands.append(WorkerGaveUp(worker.key, status, signal, worker.last_cause))
             return
+        if worker.stay_out:
+            worker.move(WorkerTrigger.STOP, now_ns)
+            return
         self._schedule_restart(worker, now_ns)
 
     def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False) -> None:
@@ -176,7 +179,7 @@ class Membership:
         else:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
         worker.served = worker.state in LIVE and not hung
-        self._state.counters["workers_lost"] += 1
+        self._state.counters["workers_drained" if worker.refuses and not worker.live else "workers_lost"] += 1
         if worker.state is not WorkerState.DRAINING:
             self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
@@ -231,14 +234,7 @@ class Membership:
         delay_s = min(restart.max_delay_s, restart.first_delay_s * 2 ** min(worker.failures - 2, 30))
         self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(delay_s * SECOND)))
 
-    # --- draining and stopping ------------------------------------------------------------------------------------
-
-    def drain(self, worker: Worker, now_ns: int) -> None:
-        """The worker takes nothing new (it said so, or an operator did)."""
-        if worker.state is WorkerState.READY:
-            worker.move(WorkerTrigger.DRAIN, now_ns)
-            self._state.commands.append(SendToEngine(worker.key, Drain()))
-            self._state.commands.append(SendToAgent(worker.key, Drain()))
+    # --- stopping -------------------------------------------------------------------------------------------------
 
     def stop_all(self, now_ns: int) -> None:
         for worker in self._state.workers.values():
@@ -269,4 +265,4 @@ class Membership:
             self._blame.accuse(worker, beat.manifest, beat.alone, how, now_ns)
             self.lose(worker, how, now_ns, fence=True, hung=True)
         elif beat.phase == "draining" and worker.state in LIVE:
-            self.drain(worker, now_ns)
+            self.leaving.said(worker, now_ns)

@@ -45,7 +45,13 @@ class Router:
 
     def any_room(self) -> bool:
         """Whether looking at the queue can be worth while at all."""
-        return any(worker.has_room for worker in self._state.ready_workers())
+        return any(worker.has_room for worker in [*self._state.ready_workers(), *self._state.last_of_their_kind()])
+
+    def crowded(self) -> bool:
+        """No worker that would decode has room: ``choose`` has nothing for a choice that any numerics suit."""
+        ready = self._state.ready_workers()
+        decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        return not any(worker.has_room for worker in decoders)
 
     def choose(self, choice: Choice, now_ns: int) -> Placement | None:
         """A placement for ``choice`` now, or None: it waits."""
@@ -75,6 +81,8 @@ class Router:
 
     def _place(self, choice: Choice, now_ns: int) -> Placement | None:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
+        if not ready and choice.numerics_id is not None:
+            ready = [worker for worker in self._state.last_of_their_kind() if self._may_serve(worker, choice)]
         return self._among(ready, choice, now_ns)
 
     def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:

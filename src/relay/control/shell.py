@@ -18,6 +18,7 @@ from relay.control.commands import (
     Ended,
     Fail,
     LaunchWorker,
+    LeaveRefused,
     Quiesced,
     Refuse,
     RejectConnection,
@@ -36,6 +37,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     ProcessName,
     RequestCancelled,
     RequestSubmitted,
@@ -107,6 +109,7 @@ class GatewayShell:
             Ended: lambda command: self._forget(command.request),
             Fail: self._fail,
             Refuse: lambda command: None,  # read by ``submit``
+            LeaveRefused: lambda command: None,  # read by ``leave``
             SendToAgent: self._send_to_agent,
             AcceptConnection: self._accept,
             RejectConnection: self._reject,
@@ -206,6 +209,11 @@ class GatewayShell:
         if subscriber is not None and choice not in subscriber.finished:
             subscriber.finished.add(choice)
             self._handle(ChoiceFinished(request, choice))
+
+    def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
+        commands = self._core.handle(LeaveOrdered(tuple(workers), stay_out, rolling), self._now_ns())
+        self._execute(commands)
+        return next((command.reason for command in commands if type(command) is LeaveRefused), "")
 
     def ready(self) -> bool:
         return self._core.ready()

@@ -55,12 +55,16 @@ class Worker:
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
+        # leaving on purpose
+        self.refuses = False  # its engine was told to drain: it takes nothing any more
+        self.stay_out = False  # after its drain it is not started again
         # load
         self.load: Load | None = None
         self.live: dict[Attempt, int] = {}
         self.backlog_tokens = 0
         self.progress_ns = 0
         self.full = False  # refused a reservation and said nothing new since
+        self.queue_full = False  # or even to queue work
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
         # prefix cache
@@ -88,7 +92,7 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return len(self.live) < self.max_live
+        return len(self.live) < self.max_live and not self.queue_full
 
     @property
     def can_reserve(self) -> bool:
@@ -127,9 +131,9 @@ class Worker:
         self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
-        self.blamed = False
+        self.blamed = self.refuses = self.stay_out = False
         self.load = None
-        self.full = self.tight = False
+        self.full = self.queue_full = self.tight = False
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Worker:
     def unbook(self, attempt: Attempt) -> None:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
-        self.full = False
+        self.full = self.queue_full = False
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

@@ -181,13 +181,15 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        choices = [choice for request in state.requests.values() for choice in request.choices]
-        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
-            choice, prefill, decode = attempt.choice, attempt.prefill, attempt.decode
-            if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-            if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                raise Violation("I13", f"{attempt} crosses from {prefill.id} to {decode.id}")
+        for worker in state.workers.values():  # every live attempt is booked on its workers, as was just checked
+            numerics_id = worker.numerics_id
+            for attempt in worker.live:
+                choice, decode = attempt.choice, attempt.decode
+                if decode is not worker:
+                    if decode.numerics_id != numerics_id:
+                        raise Violation("I13", f"{attempt} crosses from {worker.id} to {decode.id}")
+                elif choice.numerics_id is not None and numerics_id != choice.numerics_id:
+                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {numerics_id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state

@@ -8,9 +8,9 @@ from hashlib import blake2b
 
 from relay.sim import coverage
 from relay.sim.coverage import Cell
+from relay.sim.director import directed
 from relay.sim.pool import Order, Pool, Runner
 from relay.sim.run import Failure, Run
-from relay.sim.tape import Edits
 
 MAX_FAILURES = 5
 DIRECTED_SEEDS = 120  # tried for one cell
@@ -150,7 +150,7 @@ def _fill(
         def told(order: Order, run: Run, runs: list[Run] = runs) -> None:
             runs.append(run)
 
-        each(iter([Order(seed, Edits(directed=cell)) for cell in cells]), told)
+        each(iter([Order(seed, directed(*cell)) for cell in cells]), told)
         for run in runs:
             total.directed += 1
             total.add(run)

@@ -9,7 +9,6 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Prefill, Reserve, Run
 from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
@@ -68,6 +67,7 @@ class World:
         self._next_heal = 1
         self._next_request = 1
         self._to_submit = 0
+        self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
         with tape.within("workload"):
             self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
@@ -86,6 +86,12 @@ class World:
             self.checkers.before_gateway,
             self.checkers.after_gateway,
         )
+
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
+        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        told.sort(key=lambda line: line[0])
+        return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 
     # --- the plot -------------------------------------------------------------------------------------------------
 
@@ -152,7 +158,10 @@ class World:
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
-        return self._to_submit == 0 and not any(client.open for client in self.clients.values())
+        if self._to_submit or (self._open_client is not None and self._open_client.open):
+            return False
+        self._open_client = next((client for client in self.clients.values() if client.open), None)
+        return self._open_client is None
 
     def _all_ready(self) -> bool:
         return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
@@ -267,9 +276,10 @@ class World:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
     def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
-        if type(event) is OrderReceived and isinstance(event.order, Run | Reserve | Prefill):
-            work = event.order.work
-            engine.begun[work.request, work.choice, work.attempt] = None
+        if type(event) is OrderReceived:
+            work = getattr(event.order, "work", None)
+            if work is not None:
+                engine.begun[work.request, work.choice, work.attempt] = None
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)

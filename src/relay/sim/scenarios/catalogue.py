@@ -21,5 +21,5 @@ def by_name(name: str) -> Scenario:
     return found
 
 
-def run_scenario(scenario: Scenario, seed: int) -> Run:
-    return run_tape(Tape(seed), scenario)
+def run_scenario(scenario: Scenario, seed: int, *, story: bool = False) -> Run:
+    return run_tape(Tape(seed), scenario, story=story)
