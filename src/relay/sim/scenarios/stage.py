@@ -77,6 +77,7 @@ def cluster(prefill: int, decode: int, **changes: object) -> Swarm:
         requests=0,
         chaos_ms=0,
         poison=0,
+        clock_ns=1_000_000_000_000,
     )
     return replace(swarm, **changes)  # type: ignore[arg-type]  # fields by name
 
