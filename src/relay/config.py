@@ -68,7 +68,7 @@ class RestartConfig:
     crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
     start_attempts: int = 3  # before the cluster was ever complete
     exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
-    report_wait_s: float = 0.2  # after an engine's EOF, wait this long for its agent to say why
+    report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,10 @@ class ControlConfig:
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1
     story_entries: int = 8192
+    gateway: str = "gateway-0"
+    epoch: int = 1  # of this life of the gateway: grows with every start of any gateway
+    shared_workers: bool = False  # other gateways use them too: a lost connection is not a lost worker
+    was_complete: bool = False  # every worker was ready once, in an earlier life
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from relay.protocol.framing import HEADER_BYTES, MAX_FRAME_BYTES, FrameDecoder, FramingError, encode
+from relay.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, FramingError, encode
 from relay.protocol.messages import EngineToGateway, TokenEntry, Tokens
 
 TOKENS = Tokens([TokenEntry(7, 0, 1, 12, [4711, 33], logprobs=[(-0.25, [(4711, -0.25)]), (-1.5, [])])])
@@ -41,4 +41,8 @@ def test_an_oversized_frame_is_refused_by_its_header_alone(size):
 
 def test_a_stranger_is_refused_by_its_first_bytes():
     with pytest.raises(FramingError):
-        FrameDecoder(EngineToGateway).feed(b"GET / HTTP/1.1\r\n"[:HEADER_BYTES])
+        FrameDecoder(EngineToGateway).feed(b"GET / HTTP/1.1\r\n"[:8])
+    with pytest.raises(FramingError):
+        FrameDecoder(EngineToGateway).feed(b"GET ")
+    with pytest.raises(FramingError, match="over the limit of 50"):
+        FrameDecoder(EngineToGateway, limit=50).feed(encode(Tokens([TokenEntry(1, 0, 0, 0, list(range(60)))]))[:4])

@@ -58,6 +58,11 @@ class Life:
     def ready(self) -> bool:
         return self.welcomed == {"agent", "engine"} and not self.ended_s
 
+    @property
+    def crashed(self) -> bool:
+        """It has ended although nothing was done to it."""
+        return bool(self.ended_s) and self.struck is None
+
     def hold(self, process: str, pid: int) -> None:
         """Open the process that said hello, unless it has ended and another one got its number."""
         self.pids[process] = pid
@@ -251,11 +256,10 @@ class _ControlTap:
     def _hello(self, data: bytes) -> bytes:
         """Nothing is passed on before the hello is whole."""
         self._first += data
-        if len(self._first) < HEADER_BYTES:
+        payload = payload_size(self._first)
+        if payload is None or len(self._first) < HEADER_BYTES + payload:
             return b""
-        size = HEADER_BYTES + payload_size(self._first)
-        if len(self._first) < size:
-            return b""
+        size = HEADER_BYTES + payload
         (hello,) = FrameDecoder(AgentToGateway | EngineToGateway).feed(self._first[:size])
         assert isinstance(hello, Hello)
         assert self.connection is not None

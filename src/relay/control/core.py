@@ -25,6 +25,7 @@ from relay.control.events import (
     TimerFired,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.hedging import Hedger
 from relay.control.membership import Membership
@@ -42,6 +43,7 @@ from relay.protocol.messages import (
     EngineExited,
     Heartbeat,
     Load,
+    Orphans,
     Role,
     SequenceFailed,
     Tokens,
@@ -77,6 +79,7 @@ class GatewayCore:
             ChoiceFinished: self._choice_finished,
             WorkerConnected: self._membership.connected,
             ConnectionLost: self._membership.connection_lost,
+            WorkerStarted: self._membership.started,
             LauncherExited: self._membership.launcher_exited,
             TimerFired: self._timer,
             Started: self._started,
@@ -91,6 +94,7 @@ class GatewayCore:
             SequenceFailed: self._tokens.failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
+            Orphans: self._orphans,
             Drained: self._drained,
             Heartbeat: self._membership.heartbeat,
         }
@@ -187,6 +191,10 @@ class GatewayCore:
         worker.cache_changed(message)
         self.state.changed = True
 
+    def _orphans(self, worker: Worker, message: Orphans, now_ns: int) -> None:
+        worker.orphans = dict.fromkeys(message.keys)
+        self.state.changed = True
+
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
         self._membership.leaving.said(worker, now_ns)
 
@@ -195,7 +203,8 @@ class GatewayCore:
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            self._membership.launch(worker, now_ns)
+            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+                self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
     def _timer(self, event: TimerFired, now_ns: int) -> None:

@@ -101,6 +101,7 @@ class Dispatcher:
         hashes = choice.hashes(decode.numerics_id)
         decode.expect(attempt, hashes)
         if prefill is None:
+            decode.orphans.pop((choice.request.submission.resume_key, choice.index), None)
             decode.book(attempt, placement.uncached_decode, now_ns)
             text = f"attempt {attempt.number}: run on {decode.id}, {placement.uncached_decode} tokens uncached"
             self._tell(choice, now_ns, text)

@@ -47,12 +47,13 @@ from relay.control.events import (
     TimerKey,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.record import Recorder
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
-MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
 
 
@@ -91,13 +92,14 @@ class GatewayShell:
         self._launcher = launcher
         self._now_ns = (clock or MonotonicClock()).now_ns
         self._connections: dict[int, Connection] = {}
+        self._strangers: dict[int, Connection] = {}  # those that are nobody's yet, oldest first
         self._bound: dict[tuple[WorkerKey, ProcessName], Connection] = {}
         self._subscribers: dict[int, _Subscriber] = {}
         self._timers: dict[TimerKey, asyncio.TimerHandle] = {}
         self._pending: deque[Command] = deque()
         self._executing = False
         self._next_connection = 1
-        self._next_request = 1
+        self._next_request = first_id(core.state.config.epoch)
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
@@ -242,6 +244,10 @@ class GatewayShell:
     ) -> None:
         self._handle(LauncherExited(worker, status, signal, reason, engine))
 
+    def worker_started(self, worker: WorkerKey) -> None:
+        """The launcher has started this incarnation, perhaps for another gateway."""
+        self._handle(WorkerStarted(worker))
+
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
@@ -250,18 +256,21 @@ class GatewayShell:
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._connections.pop(connection.number, None)
+        self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[(worker, connection.process)]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return  # closed by us; the same worker may be connected anew
+            del self._bound[(worker, connection.process)]
             self._handle(ConnectionLost(worker, connection.process, reason))
 
     def _new_connection(self) -> Connection:
         connection = Connection(self, self._next_connection)
         self._next_connection += 1
         self._connections[connection.number] = connection
-        if len(self._connections) > MAX_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(connection.abort, "too many connections")
+        self._strangers[connection.number] = connection
+        if len(self._strangers) > MAX_STRANGERS:  # a worker says who it is at once: the oldest is none
+            self._strangers.pop(next(iter(self._strangers))).abort("too many connections that say nothing")
         return connection
 
     def _handle(self, event: Event) -> None:
@@ -333,8 +342,10 @@ class GatewayShell:
             self._handle(ConnectionLost(command.worker, command.process, "EOF"))
             return
         connection.bind(command.worker, command.process)
+        self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
-        connection.send(Welcome(protocol=PROTOCOL_MAX))
+        config = self._core.state.config
+        connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
 
     def _reject(self, command: RejectConnection) -> None:
         connection = self._connections.get(command.connection)

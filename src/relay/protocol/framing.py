@@ -15,6 +15,7 @@ import msgspec
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 HEADER_BYTES = 12
 _HEADER = struct.Struct("<III")
+_WORD = struct.Struct("<I")
 _ALL_BITS = 0xFFFFFFFF
 
 
@@ -34,20 +35,28 @@ def encode(message: msgspec.Struct) -> bytes:
     return _HEADER.pack(size, size ^ _ALL_BITS, crc32(payload)) + payload
 
 
-def payload_size(header: bytes | bytearray, offset: int = 0) -> int:
-    """Of the frame whose header begins at ``offset``. Raises FramingError."""
-    size, confirmed, _ = _HEADER.unpack_from(header, offset)
-    if size ^ confirmed != _ALL_BITS:
+def payload_size(data: bytes | bytearray, offset: int = 0, limit: int = MAX_FRAME_BYTES) -> int | None:
+    """Of the frame that begins at ``offset``; None while its header is not whole. Raises FramingError as soon as what is there
+    can't be one, after four bytes at the earliest."""
+    there = len(data) - offset
+    if there < 4:
+        return None
+    (size,) = _WORD.unpack_from(data, offset)
+    if there >= 8 and size ^ _WORD.unpack_from(data, offset + 4)[0] != _ALL_BITS:
         raise FramingError("no frame of this protocol, or a damaged one")
-    if size > MAX_FRAME_BYTES:
-        raise FramingError(f"frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return int(size)
+    if size > limit:
+        raise FramingError(f"frame of {size} bytes is over the limit of {limit}")
+    return int(size) if there >= HEADER_BYTES else None
 
 
 class FrameDecoder:
-    """Collects bytes of one connection and yields the complete messages of ``types`` (a union of tagged structs)."""
+    """Collects bytes of one connection and yields the complete messages of ``types`` (a union of tagged structs).
 
-    def __init__(self, types: Any) -> None:
+    ``limit``: the longest frame that is waited for; it may be raised when the peer has said who it is.
+    """
+
+    def __init__(self, types: Any, limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
         self._decoder = msgspec.msgpack.Decoder(types)
         self._buffer = bytearray()
 
@@ -57,8 +66,8 @@ class FrameDecoder:
         buffer += data
         messages: list[Any] = []
         offset = 0
-        while len(buffer) - offset >= HEADER_BYTES:
-            end = offset + HEADER_BYTES + payload_size(buffer, offset)
+        while (size := payload_size(buffer, offset, self.limit)) is not None:
+            end = offset + HEADER_BYTES + size
             if len(buffer) < end:
                 break
             messages.append(self._decode(offset, end))

@@ -9,6 +9,7 @@ from relay.control.transitions import WorkerState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Reserve, Run
 from relay.sim.engine import Ended, EngineProcess
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ class Drains:
         self._since_ns: dict[WorkerKey, int] = {}
         self._held: dict[WorkerKey, dict[SequenceKey, None]] = {}  # when the drain began
 
-    def sent(self, commands: Iterable[c.Command]) -> None:
+    def sent(self, node: GatewayNode, commands: Iterable[c.Command]) -> None:
         """Work goes to ready workers only."""
-        workers = self._world.gateway.core.state.workers
+        workers = node.core.state.workers
         for command in commands:
             if type(command) is c.SendToEngine and type(command.message) in (Run, Reserve):
                 worker = workers[command.worker.worker]

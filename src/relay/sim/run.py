@@ -110,13 +110,13 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
         failure = _failure(tape, world, "core", text, name)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
-    kernel = world.kernel
+    kernel, counters = world.kernel, world.gateway.core.state.counters
     return Run(
         seed=tape.seed,
         events=kernel.events,
         requests=len(world.clients),
         faults=fault_counts(world),
-        counts=dict(kernel.counts),
+        counts={**kernel.counts, **{f"gateway: {name}": count for name, count in counters.items() if count}},
         cells={f"{fault}/{moment}": count for (fault, moment), count in world.struck.cells.items()},
         trace_hash=kernel.trace_hash,
         failure=failure,
