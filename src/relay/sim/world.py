@@ -48,6 +48,7 @@ class World:
         self.kernel = Kernel(tape)
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
+        self.kernel.begin(self.swarm.clock_ns)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
