@@ -184,7 +184,8 @@ def check(report: Report, name: str, config: ModelConfig) -> None:
 
 def check_sampler(report: Report) -> None:
     """Draws of the device against the numpy definition on rows of 8B's vocabulary."""
-    from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
+    from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
+    from relay.kernels.cuda.sampler_tables import SamplerTables
 
     rows, vocab = 96, 128256
     logits = (torch.randn(rows, vocab, device="cuda") * 3).bfloat16()
@@ -199,7 +200,8 @@ def check_sampler(report: Report) -> None:
             top_p=(1.0, 0.9, 0.5, 0.99)[row // 24 % 4],
         )
         states.append(SlotState(params, row % 5, [1] * (row + 1), []))
-        tables.set(row, params, row % 5, 1)
+        tables.set(row, states[row], vocab)
+    tables.flush()
     index = torch.arange(rows, dtype=torch.int32, device="cuda")
     drawn = torch.zeros(rows, 2, dtype=torch.int32, device="cuda")
     sample_rows(logits, index, index, index, tables, scratch, drawn, True)

@@ -125,6 +125,9 @@ def serving(model: str, *flags: str) -> Iterator[Server]:
                     break
             time.sleep(0.02)
         print("ready", round(time.perf_counter() - began, 1), flags, flush=True)
+        for line in log.read_text().splitlines():
+            if "KV blocks; ready" in line or "restarting" in line:
+                print("  ", line, flush=True)
         yield Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
     finally:
         process.send_signal(signal.SIGINT)

@@ -158,6 +158,10 @@ class ControlConfig:
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1
     story_entries: int = 8192
+    gateway: str = "gateway-0"
+    epoch: int = 1  # of this life of the gateway: grows with every start of any gateway
+    shared_workers: bool = False  # other gateways use them too: a lost connection is not a lost worker
+    was_complete: bool = False  # every worker was ready once, in an earlier life
 
 
 @dataclass(frozen=True, slots=True)

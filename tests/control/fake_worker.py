@@ -69,6 +69,7 @@ class FakeWorker:
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     prefills: dict[SequenceKey, Prefill] = field(default_factory=dict)
     draining: bool = False
+    numerics: str = "numerics"
 
     def works(self) -> list[tuple[Work, int]]:
         """(work, position after the next step's last) of everything that computes."""
@@ -92,7 +93,7 @@ class FakeWorker:
             role=self.role,
             kv_addresses=[f"tcp://{self.key.worker}.{self.key.incarnation}:1"],
             model_digest="digest",
-            numerics_id="numerics",
+            numerics_id=self.numerics,
             kv_blocks=self.kv_blocks,
             block_size=self.block_size,
             max_model_len=512,
@@ -105,7 +106,10 @@ class FakeWorker:
         return sum(-(-(len(s.work.token_ids) + 8) // size) for s in self.sequences.values())
 
     def receive(self, message: Message) -> None:
-        if isinstance(message, Run):
+        if self.draining and isinstance(message, Run | Reserve | Prefill):
+            work = message.work
+            self.out.append(Refuse(work.request, work.choice, work.attempt, "draining"))
+        elif isinstance(message, Run):
             work = message.work
             generated = list(work.token_ids[work.num_prompt :])
             self.sequences[self._key(work)] = Sequence(work, generated, runnable=True)
@@ -151,14 +155,17 @@ class FakeWorker:
         return order
 
     def handoff(self, key: SequenceKey, transfer: int) -> None:
-        """D gets everything of ``key``: KV and first token."""
+        """D gets everything of ``key``: KV and first token, which it reports again."""
         sequence = self.sequences.get(key)
         if sequence is None or sequence.transfer != transfer or sequence.runnable:
             return
         work = sequence.work
         token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
+        finish = finish_of(token, len(sequence.tokens) + 1, work.params)
+        first = TokenEntry(work.request, work.choice, work.attempt, len(sequence.tokens), [token], finish)
+        self.out.append(Tokens([first]))
         sequence.tokens.append(token)
-        if finish_of(token, len(sequence.tokens), work.params):
+        if finish:
             del self.sequences[key]
         else:
             sequence.runnable = True

@@ -7,6 +7,7 @@ from relay.control import commands as c
 from relay.control import events as e
 from relay.control.breaker import EVERYTHING, Breaker, BreakerState
 from relay.control.budget import TokenBucket
+from relay.control.transitions import AttemptState
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
 from relay.protocol.messages import CacheChanged, Reserve, Run, SequenceFailed, TokenEntry, Tokens
@@ -167,7 +168,7 @@ def test_losses_of_a_worker_count_and_its_return_is_slow() -> None:
 def test_drained_workers_have_not_failed() -> None:
     world = world_of([("a", "both"), ("b", "both")])
     worker = world.core.state.workers["a"]
-    world.core._membership.drain(worker, 0)
+    world.core._membership.leaving.said(worker, 0)
     world.handle(e.ConnectionLost(WorkerKey("a", 1), "engine", "EOF"))
     assert not world.core.state.breakers.workers["a"]._slots
 
@@ -208,6 +209,24 @@ def test_transfers_are_counted_by_link() -> None:
     links = world.core.state.breakers.links
     assert ("p", "d") in links
     assert not world.core.state.breakers.workers["d"]._slots
+
+
+def test_answers_that_never_come_count() -> None:
+    world = world_of([("p", "prefill"), ("d", "decode")])
+    detector = world.core.state.config.detector
+    world.submit(LONG)
+    (attempt,) = world.core.state.requests[1].choices[0].attempts
+    world.core._detector._answers(world.now_ns + int(detector.answer_deadline_s * SECOND))
+    assert list(world.core.state.breakers.workers["d"]._slots.values()) == [[0, 1]]
+    (attempt,) = world.core.state.requests[1].choices[0].attempts or [None]
+    if attempt is None:
+        world.handle(e.TimerFired(("tick", "")))
+        (attempt,) = world.core.state.requests[1].choices[0].attempts
+    attempt.state = AttemptState.HANDOFF
+    world.core.state.workers["d"].reserving -= 1
+    world.core._detector._answers(attempt.changed_ns + int(detector.handoff_deadline_s * SECOND))
+    assert list(world.core.state.breakers.links["p", "d"]._slots.values()) == [[0, 1]]
+    assert world.core.state.requests[1].choices[0].transfer_failures == 1
 
 
 def test_a_half_open_link_takes_few_transfers_at_once() -> None:

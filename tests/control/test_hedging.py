@@ -11,7 +11,7 @@ from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.workers import Worker
 from relay.ids import WorkerKey
-from relay.protocol.messages import Cancel, Heartbeat, Refuse, Run, SequenceFailed, TokenEntry, Tokens
+from relay.protocol.messages import Cancel, ComputedRow, Heartbeat, Refuse, Run, SequenceFailed, TokenEntry, Tokens
 
 ABC = [(name, "both") for name in "abc"]
 PROMPT = list(range(20))
@@ -165,10 +165,12 @@ def test_when_one_s_worker_dies_the_other_goes_on_and_nothing_is_placed(lost: st
 def test_a_failed_hedge_does_not_fail_the_request() -> None:
     for message in (Refuse(1, 0, 2, "too_long"), Refuse(1, 0, 2, "full"), SequenceFailed(1, 0, 2, "NaN", False)):
         world = hedged()
+        world.core.state.counters["tokens"] += 1000  # there would be budget for more
         world.handle(e.WorkerMessage(key(world, "b"), message))
         assert world.clients[1].failure is None
         assert numbers(world) == [1]
-        tick(world)
+        assert not choice_of(world).full_since_ns
+        world.handle(e.TimerFired(("tick", "")))
         assert numbers(world) == [1], "one hedge an attempt"
 
 
@@ -250,6 +252,36 @@ def test_what_may_crash_engines_gets_no_hedge() -> None:
     assert numbers(world) == [1]
 
 
+@pytest.mark.parametrize(("others", "expected"), [(0, [1, 2]), (1, [1])])
+def test_the_long_step_itself_does_not_speak_against_what_is_in_it(others: int, expected: list[int]) -> None:
+    world = World(first, ABC, RICH).ready()
+    world.submit(PROMPT)
+    choice_of(world).request.suspicion.unexplained += others  # a loss before this one: then it does
+    world.core.state.workers["c"].unexplained += [choice_of(world).request] * others
+    row = ComputedRow(1, 0, 1, len(PROMPT))
+    world.handle(e.WorkerMessage(key(world, "a"), Heartbeat(11, "stepping", 2500, "S", [row])))
+    assert choice_of(world).request.suspicion.total == 1 + others
+    tick(world)
+    assert numbers(world) == expected
+
+
+@pytest.mark.parametrize(("committed", "hedges"), [(False, 0), (True, 1)])
+def test_choices_of_one_request_do_not_hang_engine_after_engine(committed: bool, hedges: int) -> None:
+    """Found by `relay sim --seed 65`: hedges of both choices of a poison request hung two more engines, four in all."""
+    world = World(first, ABC, RICH).ready()
+    world.submit(PROMPT, n=2)
+    world.clients[1].deliver = lambda delivery: None
+    if committed:
+        say(world, "a", 1, 0, [100])
+    world.core.state.counters["tokens"] += 1000
+    for name in "ab":
+        world.handle(e.WorkerMessage(key(world, name), Heartbeat(11, "stepping", 2500, "S")))
+    world.core.state.workers["b"].beat = None
+    tick(world)
+    tick(world)
+    assert world.core.state.counters["hedges"] == hedges
+
+
 def test_a_hedge_stays_within_its_numerics() -> None:
     world = World(first, ABC, RICH).ready()
     world.submit(PROMPT)
@@ -257,6 +289,27 @@ def test_a_hedge_stays_within_its_numerics() -> None:
         world.core.state.workers[name].engine.numerics_id = "other"
     go_silent(world, "a")
     assert numbers(world) == [1]
+
+
+def test_a_hedge_goes_nowhere_rather_than_to_another_bad_worker() -> None:
+    slots = [(name, "both") for name in "abcde"]
+    for bad in ("doubted", "breaker", "numerics"):
+        world = World(first, slots, RICH).ready()
+        world.submit(PROMPT)
+        state = world.core.state
+        for name in "cde" if bad != "numerics" else "bcde":
+            state.workers[name].engine.numerics_id = "other"
+        if bad == "breaker":
+            for _ in range(10):
+                state.breakers.workers["b"].failed(world.now_ns + int(1.1 * SECOND))
+        state.workers["a"].suspect = True
+        state.workers["b"].suspect = bad == "doubted"
+        state.counters["tokens"] += 1000
+        world.core._hedger.tick(world.now_ns + int(1.2 * SECOND))
+        assert numbers(world) == [1], bad
+        state.workers["b"].suspect = False
+        world.core._hedger.tick(world.now_ns + 60 * SECOND)
+        assert numbers(world) == ([1] if bad == "numerics" else [1, 2])
 
 
 # --- disagreement -----------------------------------------------------------------------------------------------------
@@ -283,6 +336,15 @@ def test_a_disagreement_rings_and_a_third_worker_decides_from_there() -> None:
     say(world, "c", 3, 4, [104])
     assert world.clients[1].tokens[0] == [100, 101, 102, 103, 104], "two of three agree"
     assert not world.core.health(world.now_ns)[0], "the alarm stays"
+
+
+def test_after_the_decision_a_resume_starts_from_all_that_is_committed() -> None:
+    world = hedged(workers=[(name, "both") for name in "abcd"])
+    disagree(world)
+    say(world, "c", 3, 3, [103, 104])
+    world.handle(e.ConnectionLost(key(world, "c"), "agent", "EOF"))
+    (run,) = runs(world, "d")
+    assert run.work.token_ids == [*PROMPT, 100, 101, 102, 103, 104]
 
 
 def test_a_third_answer_ends_the_request_with_an_error() -> None:

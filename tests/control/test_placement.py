@@ -18,7 +18,7 @@ from relay.control.transitions import (
 )
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
-from relay.protocol.messages import CacheChanged, Cancel, Prefill, Refuse, Reserve, Run
+from relay.protocol.messages import CacheChanged, Cancel, Load, Prefill, Refuse, Reserve, Run
 from relay.protocol.sampling import SamplingParams
 
 SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -404,3 +404,17 @@ def test_resumed_choices_go_before_new_ones() -> None:
     assert [choice.request.id for choice in world.core.state.queue] == [9]
     world.handle(e.WorkerMessage(key, Refuse(3, 0, 1, "draining")))
     assert [choice.request.id for choice in world.core.state.queue] == [3, 9]
+
+
+def test_an_engine_whose_queue_is_full_is_not_asked_again_at_once() -> None:
+    """Found by `relay sim --seed 1218`: order and refusal chased each other for as long as a step hung."""
+    world = World(first, [("worker-0", "both")]).ready()
+    world.submit([1, 2])
+    key = WorkerKey("worker-0", 1)
+    for number in (1, 2):
+        world.handle(e.WorkerMessage(key, Refuse(1, 0, number, "full")))
+        orders = [message for message in sent(world, "worker-0") if isinstance(message, Run)]
+        assert len(orders) == number, "asked again without news"
+        world.handle(e.WorkerMessage(key, Load(0, 64, 0, 0, 0)))
+    world.settle()
+    assert world.clients[1].finished

@@ -21,8 +21,9 @@ from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.ops import Device, compile_ops
-from relay.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample_rows
+from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
+from relay.kernels.cuda.sampler_tables import SamplerTables
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
@@ -194,8 +195,10 @@ def check_sampler() -> None:
             min_p=(0.0, 0.05)[row // 4],
             seed=0x9123456789ABCDEF * (row + 1) % (1 << 64),
         )
-        tables.set(row, params, row, 1)
-        want.append(draw(logits[row].float().numpy(), SlotState(params, row, [1] * (row + 3), [])).token_id)
+        state = SlotState(params, row, [1] * (row + 3), [])
+        tables.set(row, state, vocab)
+        want.append(draw(logits[row].float().numpy(), state).token_id)
+    tables.flush()
     index = torch.arange(rows, dtype=torch.int32)
     drawn = torch.zeros(rows, 2, dtype=torch.int32)
     sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
@@ -240,7 +243,8 @@ def check_program() -> None:
     step = model.run(batch_of([(tokens[19:], 19, [20, 21], 2), (tokens[:5], 0, [30], 3)]))
     assert torch.equal(model.logits(step)[:1], whole), "decode beside a prompt differs"
     params = SamplingParams(max_tokens=4, temperature=0.9, min_p=0.01, seed=0x123456789ABCDEF0)
-    model.tables.set(2, params, 1, 0)
+    model.tables.set(2, SlotState(params, 1, [0]), GEOMETRY.vocab)
+    model.tables.flush()
     want = draw(model.logits(step)[0].numpy(), SlotState(params, 1, tokens, [])).token_id
     assert model.draw(step)[0] == want, "the model's draw differs"
     assert int(model.tables.last_tokens[2]) == want
@@ -280,27 +284,32 @@ def check_backend() -> None:
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+        mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
         backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
         backend.load(probe_program(), ProbeWeights())
         backend.allocate_kv(32, BLOCK, "bfloat16")
         assert backend.kv_blocks_that_fit(BLOCK) > 0
         backend.warm_up(64)
+        backend.bind_slot(0, SamplingParams(max_tokens=1), 0, [1], [])
+        backend.release_slot(0)
         prompt = [(5 * i) % GEOMETRY.vocab for i in range(20)]
         kinds = [
             SamplingParams(max_tokens=9, temperature=0.9, seed=3),
             SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, seed=4, logprobs=2),
+            SamplingParams(max_tokens=9, temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.5, seed=5),
+            SamplingParams(max_tokens=9, temperature=0.9, min_tokens=2, eos_token_ids=tuple(range(180)), seed=6),
         ]
         states = [SlotState(kind, 0, prompt) for kind in kinds]
         for slot, kind in enumerate(kinds):
             backend.bind_slot(slot, kind, 0, prompt, [])
-        tables = [[7, 2], [11, 9]]
+        tables = [[7, 2], [11, 9], [12, 13], [14, 15]]
         batch = batch_of([(prompt, 0, table, slot) for slot, table in enumerate(tables)])
         batch.capture_logits = True
         ops = len(probe_program().ops)
         backend.run(0, 9, batch)
         backend.run(9, ops, batch)
-        for step in range(2):
+        for step in range(4):
             drawn = backend.sample(batch)
             logits = backend.logits()
             want = [draw(logits[slot], state) for slot, state in enumerate(states)]
@@ -328,7 +337,7 @@ def check_backend() -> None:
 
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
-    check_draws("cpu", rounds=2)
+    check_draws("cpu", rounds=1)
     with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
         try:
             check_draws("cpu", rounds=1)

@@ -12,8 +12,10 @@ from relay.kernels.cuda import (
     attention_hopper,
     attention_prefill,
     linear_choice,
+    logprobs,
     sampler,
     sampler_limits,
+    sampler_wide,
 )
 from relay.kernels.cuda.linear import LinearTile, linear_kernel
 from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
@@ -139,3 +141,31 @@ def test_sampler_divides_and_never_contracts() -> None:
     made = compile_for(sampler_limits.limit_kernel, types, constants, 90, num_warps=16, enable_fp_fusion=False)
     assert "fma.rn.f64" not in made.ptx
     assert made.spills == 0
+
+
+WIDE = {
+    "logits": "*bf16", "wide": "*fp64", "tops": "*fp64", "ids": "*i32", "flags": "*i32", "scores": "*fp64", "score_ids": "*i32",
+    "positions": "*i32", "tokens": "*i32", "slots": "*i32", "temperatures": "*fp64", "log_min_ps": "*fp64", "seeds": "*i32",
+    "choices": "*i32", "limits": "*i64", "counts": "*i32", "top_ks": "*i32", "top_ps": "*fp64", "penalised": "*i32",
+    "repetitions": "*fp64", "frequencies": "*fp64", "presences": "*fp64", "vocab": "i32", "CHUNKS": "i32", "drawn": "*i32",
+    "num_logprobs": "*i32", "masses": "*i64", "details": "*i32", "most": "i32", "width": "i32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_adjusted_draws_never_contract(capability: int) -> None:
+    pdl = capability >= 90
+    options = {"enable_fp_fusion": False}
+    chunk = {"CHUNK": sampler.CHUNK, "PDL": pdl}
+    for kernel, constants, warps in (
+        (sampler_wide.adjust_kernel, {**chunk, "COUNTS": True}, 4),
+        (sampler_wide.wide_top_kernel, chunk, 4),
+        (sampler_wide.wide_limit_kernel, {"COUNT": 64, "STRIDE": sampler_wide._STRIDE, "PDL": pdl}, 16),
+        (sampler_wide.wide_noise_kernel, {**chunk, "COUNT": 64}, 4),
+        (logprobs.mass_kernel, {**chunk, "COUNT": 64}, 4),
+        (logprobs.best_kernel, {**chunk, "COUNT": 64, "HEAD": logprobs.HEAD}, 4),
+    ):
+        types = {**WIDE, "tops": "*fp32"} if kernel in (logprobs.mass_kernel, logprobs.best_kernel) else WIDE
+        made = compile_for(kernel, types, constants, capability, num_warps=warps, **options)
+        assert "fma.rn.f64" not in made.ptx, kernel
+        assert made.spills == 0, kernel

@@ -28,12 +28,14 @@ from relay.transfer.frame import (
     Handoff,
     Header,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
     seal,
     seal_over,
 )
 from relay.transfer.handshake import welcome
+from relay.transfer.inbound import Reception
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, open_wires
 from tests.transfer.nodes import (
@@ -166,7 +168,8 @@ def damaged(pair, head, payload, *, then_close=False):
     """D's verdict on a frame that follows a good one."""
     pair.target.transport.open_receive(receive_order())
     channel = raw_peer(pair.target)
-    send_frame(channel, Header(Kind.PROBE, 7, 1, 1), b"", crc32c)
+    probe = encode_payload(Probe(0))
+    send_frame(channel, Header(Kind.PROBE, 7, 1, 1, payload_bytes=len(probe)), probe, crc32c)
     assert answer(channel)[0].kind is Kind.CREDIT
     send_raw(channel, head, payload)
     if then_close:
@@ -241,11 +244,14 @@ def test_a_stranger_is_dropped_and_costs_nobody_else(pair):
 
 def hang(wire, until):
     """A target that accepts, says hello and then answers nothing."""
-    stream = wire.accept()
-    welcome(stream, identity("d"), crc32c)
-    channel = wire.upgrade(stream, dialled=False)
+    channels = []
+    for _ in range(wire.connections):
+        stream = wire.accept()
+        welcome(stream, identity("d"), crc32c)
+        channels.append(wire.upgrade(stream, dialled=False))
     until.wait(WAIT_S)
-    channel.close()
+    for channel in channels:
+        channel.close()
 
 
 def test_a_silent_target_expires(scheme):
@@ -265,6 +271,94 @@ def test_a_silent_target_expires(scheme):
         thread.join(WAIT_S)
         wire.close()
         pair.close()
+
+
+def test_a_stuck_bulk_connection_ends_the_transfer_while_the_other_one_answers():
+    """Credits come, the control connection lives, and no byte of KV arrives: the byte watchdog sees that and silence does not."""
+    quick = TransferLimits(512, 1024, 4096, probe_ns=50_000_000, lease_ns=20_000_000_000, stall_ns=400_000_000)
+    pair = Pair("tcp", limits=quick)
+    stuck = threading.Event()
+    write_kv = pair.target.store.write_kv
+    try:
+        pair.start()
+        for node in (pair.source, pair.target):
+            node.transport.tick(time.monotonic_ns())
+        pair.target.store.write_kv = lambda *arguments: (stuck.wait(WAIT_S), write_kv(*arguments))
+        announce(pair.source)
+        while pair.source.events.empty():
+            pair.source.transport.tick(time.monotonic_ns())
+            time.sleep(0.02)
+        assert "no byte arrived" in pair.source.event().reason
+    finally:
+        stuck.set()
+        pair.close()
+
+
+def test_connections_of_a_pair_do_not_mix_kv_and_control(pair, scheme):
+    kinds = {}
+    heard_on = Reception.heard_on
+
+    def spy(self, link, kind):
+        kinds.setdefault(link, set()).add(kind)
+        heard_on(self, link, kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reception, "heard_on", spy)
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+    assert len(pair.source.transport._links[("d", 1)]._channels) == pair.source.wire.connections
+    if scheme == "tcp":
+        assert {Kind.KV} in kinds.values()
+        assert all(Kind.KV not in seen or seen == {Kind.KV} for seen in kinds.values())
+        assert len(kinds) > 1
+    else:
+        assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_end_of_one_connection_is_the_end_of_all(index):
+    pair = Pair("tcp")
+    try:
+        pair.start()
+        announce(pair.source)
+        eventually(pair.target.got)
+        (link,) = pair.source.transport._links.values()
+        link._channels[index].close()
+        assert isinstance(pair.source.event(), SendFailed)
+        assert isinstance(pair.target.event(), ReceiveFailed)
+        pair.start(transfer=8)
+        announce(pair.source, transfer=8)
+        pair.source.transport.send_handoff(8, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+    finally:
+        pair.close()
+
+
+def test_a_transfer_that_ends_waits_for_the_copy_that_runs(pair):
+    """Nobody may get D's blocks while a frame is being written to them."""
+    target = pair.target
+    writing, go_on = threading.Event(), threading.Event()
+    write_kv = target.store.write_kv
+
+    def slow_write(*arguments):
+        writing.set()
+        go_on.wait(WAIT_S)
+        write_kv(*arguments)
+
+    target.store.write_kv = slow_write
+    pair.start()
+    pair.source.transport.layer_written(7, 0, 0, 33, SOURCE_TABLE)
+    assert writing.wait(WAIT_S)
+    done = threading.Event()
+    threading.Thread(target=lambda: (target.transport.abort(7, "cancelled"), done.set()), daemon=True).start()
+    assert not done.wait(0.1)
+    go_on.set()
+    assert done.wait(WAIT_S)
+    target.store.blocks[:] = -1.0
+    time.sleep(0.05)
+    assert (target.store.blocks == -1.0).all()
 
 
 def test_a_waiting_transfer_lives_by_probes(scheme):

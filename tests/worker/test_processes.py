@@ -219,7 +219,7 @@ def test_a_crash_in_a_step_is_reported_with_its_rows(start):
     os.kill(worker.hello.pid, signal.SIGSEGV)
     os.kill(worker.hello.pid, signal.SIGCONT)
     report = worker.agent.expect(EngineExited)
-    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row[1:]) for row in rows], False)
+    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row) for row in rows], False)
     assert all(row.end > len(PROMPT) for row in report.manifest)
 
 
@@ -248,6 +248,18 @@ def test_draining_worker_finishes_and_refuses(start):
     assert worker.engine.expect(Refuse).reason == "draining"
     worker.engine.expect(Drained)
     assert worker.process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_sigterm_ends_at_once(start):
+    worker = start("w")
+    worker.engine.send(Run(work(1, max_tokens=900)))
+    worker.engine.expect(Tokens)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.agent.expect(Heartbeat, lambda beat: beat.phase == "draining")
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.agent.expect(EngineExited).signal == signal.SIGKILL
+    assert worker.process.wait(PATIENCE_S) == 128 + signal.SIGKILL
+    assert not [m for m in worker.engine.inbox if isinstance(m, Drained)]
 
 
 def test_wrong_digest_is_one_line_and_its_own_code(listener, pack_path):

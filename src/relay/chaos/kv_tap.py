@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from relay.chaos.pipe import Injury, Pipe
-from relay.kernels.cpu.crc32c import crc32c
+from relay.transfer.checksum import crc32c
 from relay.transfer.frame import HEADER_BYTES, FrameError, Kind, parse
 
 OnFrame = Callable[[int, bool, Pipe, str], Injury | None]
@@ -44,7 +44,7 @@ class KvTap:
 
     def _frame(self) -> Injury | None:
         try:
-            header, _ = parse(self._header, crc32c)
+            header, _ = parse(bytes(self._header), crc32c)
         except FrameError:
             self._blind = True
             return None

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import click
 
+from relay.cli.sim_mutants import choose, find_all
 from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
 from relay.record.commit import commit
 from relay.record.frames import Recording, read
 from relay.sim import coverage
+from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
-from relay.sim.mutants import MUTANTS, Mutant, by_name, planted, seeds_needed
-from relay.sim.mutants import SEEDS as MUTANT_SEEDS
+from relay.sim.mutants import by_name, planted
 from relay.sim.run import Failure, Run, run_tape
 from relay.sim.shrink import BUDGET_S, shrink
 from relay.sim.swarm import FAULTS
@@ -36,7 +37,11 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 @click.option(
     "--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Begin no run of a sweep after this time."
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep [default: one a core].")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Processes of a sweep [default: one a core] or of --mutants [default: 1].",
+)
 @click.option(
     "--fill/--no-fill",
     default=None,
@@ -61,7 +66,7 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
     "--mutant",
     "only",
     multiple=True,
-    help="Mutants whose names contain this; with --seed: the one to plant.",
+    help="The mutant of this name, or those whose names contain it; with --seed or --scenario: the one to plant.",
 )
 @click.option("--scenario", metavar="NAME", help="Play this directed scenario, under --seed or under several seeds.")
 @click.option("--scenarios", is_flag=True, help="Play all directed scenarios.")
@@ -99,8 +104,8 @@ def sim(
             (scenario and scenarios) or None,
         )
         if any(other is not None for other in others):
-            raise UsageError("--scenario and --scenarios go with --seed, --story and --json alone")
-        return play(scenario, seed, story, as_json)
+            raise UsageError("--scenario and --scenarios go with --seed, --only, --story and --json alone")
+        return play(scenario, seed, only, story, as_json)
     sweeping = seeds is not None or (time_limit is not None and not mutants)
     if sum((seed is not None, sweeping, tape is not None, mutants)) != 1:
         raise UsageError("give one of --seed, --seeds (or --time-limit), --tape, --mutants, --scenario and --scenarios")
@@ -113,17 +118,17 @@ def sim(
         raise UsageError("--fresh goes with --seeds or --time-limit")
     cores = len(os.sched_getaffinity(0))
     if mutants:
-        return _mutants(_chosen(only), as_json)
+        return find_all(choose(only), jobs or 1, as_json)
     if sweeping:
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
         return _sweep(first, seeds, jobs or cores, time_limit, filling, shrinks is not False, as_json)
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
-    edits = Edits(directed=_direction(directed)) if directed is not None else Edits()
-    name = _chosen(only)[0].name if only else ""
+    edits = _direction(directed) if directed is not None else Edits()
+    name = choose(only)[0].name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
-    run = _play(played)
+    run = _play(played, story)
     if record is not None:
         played.save(record, commit())
     return _one(run, as_json, story, shrinks=bool(shrinks))
@@ -135,30 +140,22 @@ def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool
     recorded, here = recording.head.commit, commit()
     if recorded != here:
         click.echo(f"relay: {recording.path} was recorded with {recorded}, this is {here}; it may not fit", err=True)
-    return _one(_play(tape), as_json, story, shrinks=shrinks)
+    return _one(_play(tape, story), as_json, story, shrinks=shrinks)
 
 
-def _play(tape: Tape) -> Run:
+def _play(tape: Tape, story: bool) -> Run:
     if not tape.mutant:
-        return run_tape(tape)
+        return run_tape(tape, story=story)
     with planted(by_name(tape.mutant)):
-        return run_tape(tape)
+        return run_tape(tape, story=story)
 
 
-def _direction(text: str) -> tuple[str, str]:
+def _direction(text: str) -> Edits:
     fault, _, moment = text.partition(":")
     for name, known, kind in ((fault, FAULTS, "fault"), (moment, MOMENTS, "moment")):
         if name not in known:
             raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
-    return fault, moment
-
-
-def _chosen(only: tuple[str, ...]) -> list[Mutant]:
-    exact = [mutant for mutant in MUTANTS if mutant.name in only]
-    chosen = exact or [mutant for mutant in MUTANTS if not only or any(part in mutant.name for part in only)]
-    if not chosen:
-        raise UsageError(f"no mutant is named like {', '.join(only)}; there are {', '.join(m.name for m in MUTANTS)}")
-    return chosen
+    return directed_edits(fault, moment)
 
 
 def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
@@ -232,22 +229,10 @@ def _print(total: Sweep, fill: bool) -> None:
         missing = coverage.missing(total.counts)
         click.echo(
             f"fault × moment: {len(coverage.possible_cells())} cells, {total.directed} directed runs, "
+            f"{total.extra} more seeds, "
             f"never met: {', '.join(zero) or 'none'}"
         )
         click.echo(f"never seen: {', '.join(missing) or 'nothing of what must be'}")
     click.echo(
         f"any of them again: relay sim --seed N; all: relay sim --seeds {total.seeds} --first-seed {total.first}"
     )
-
-
-def _mutants(chosen: list[Mutant], as_json: bool) -> int:
-    needed: dict[str, int | None] = {}
-    for mutant in chosen:
-        needed[mutant.name] = count = seeds_needed(mutant)
-        if not as_json:
-            text = f"found by seed {count - 1}" if count else f"not found in {MUTANT_SEEDS} seeds"
-            click.echo(f"{mutant.name}: {text}")
-    found = sum(count is not None for count in needed.values())
-    if as_json:
-        click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
-    return 0 if found == len(chosen) else VIOLATION_STATUS

@@ -1,22 +1,26 @@
 """``relay sim --scenario``: public incidents, staged."""
 
 import json
+from contextlib import nullcontext
 
 import click
 
+from relay.cli.sim_mutants import choose
+from relay.sim.mutants import planted
 from relay.sim.scenarios import catalogue
 
 SCENARIO_SEEDS = 10
 
 
-def play(name: str | None, seed: int | None, story: bool, as_json: bool) -> int:
-    """Play one scenario or all of them, under one seed or several. 0 if nothing broke."""
+def play(name: str | None, seed: int | None, only: tuple[str, ...], story: bool, as_json: bool) -> int:
+    """Play one scenario or all of them, under one seed or several, with the mutant ``only`` if one is named. 0 if nothing broke."""
     scenarios = [catalogue.by_name(name)] if name is not None else list(catalogue.SCENARIOS)
     seeds = range(SCENARIO_SEEDS) if seed is None else range(seed, seed + 1)
     broken = 0
     answers = []
     for scenario in scenarios:
-        runs = [catalogue.run_scenario(scenario, each) for each in seeds]
+        with planted(choose(only)[0]) if only else nullcontext():
+            runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
         failures = [run.failure for run in runs if run.failure is not None]
         broken += len(failures)
         events = sum(run.events for run in runs)

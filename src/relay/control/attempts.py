@@ -98,6 +98,7 @@ class Attempt:
             params=submission.params,
             cache_salt=submission.cache_salt,
             capture=submission.capture,
+            resume_key=submission.resume_key,
             solo_until=self.solo_until,
         )
 

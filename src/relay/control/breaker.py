@@ -29,6 +29,11 @@ class Breaker:
         self._open_s = config.open_s
         self._was_open = False  # half open after having been open, not after a mere restart
 
+    @property
+    def opened_ns(self) -> int | None:
+        """Since when it is open, as far as anybody has asked; None: it is not."""
+        return self._opened_ns
+
     def at(self, now_ns: int) -> BreakerState:
         """The state at that time."""
         if self._opened_ns is not None:

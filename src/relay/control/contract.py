@@ -35,6 +35,8 @@ class Submission:
     cache_salt: str = ""
     capture: bool = False
     deadline_ns: int | None = None
+    resume_key: bytes = b""  # equal wherever and whenever the client sends this prompt again; empty: it cannot
+    numerics_id: str = ""  # what the client has of it was computed with these numerics; empty: it has nothing
 
 
 @dataclass(slots=True)
@@ -95,6 +97,10 @@ class Gateway(Protocol):
 
     def finish_choice(self, request: int, choice: int) -> None:
         """A stop string matched in the text path: stop this choice; overshoot tokens are dropped, not delivered."""
+        ...
+
+    def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
+        """Drain ``workers`` (empty: all) and restart them, or keep them out; ``rolling``: one at a time. Returns why not, or ""."""
         ...
 
     def ready(self) -> bool:

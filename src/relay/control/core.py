@@ -8,7 +8,7 @@ from typing import Any
 
 from relay.config import SECOND, ControlConfig
 from relay.control import admission, report
-from relay.control.commands import Command, Ended, Refuse, SetTimer
+from relay.control.commands import Command, Ended, LeaveRefused, Refuse, SetTimer
 from relay.control.contract import ModelInfo, RequestFailure
 from relay.control.detector import Detector
 from relay.control.events import (
@@ -17,6 +17,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     RequestCancelled,
     RequestSubmitted,
     Started,
@@ -24,6 +25,7 @@ from relay.control.events import (
     TimerFired,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.hedging import Hedger
 from relay.control.membership import Membership
@@ -41,6 +43,7 @@ from relay.protocol.messages import (
     EngineExited,
     Heartbeat,
     Load,
+    Orphans,
     Role,
     SequenceFailed,
     Tokens,
@@ -76,11 +79,13 @@ class GatewayCore:
             ChoiceFinished: self._choice_finished,
             WorkerConnected: self._membership.connected,
             ConnectionLost: self._membership.connection_lost,
+            WorkerStarted: self._membership.started,
             LauncherExited: self._membership.launcher_exited,
             TimerFired: self._timer,
             Started: self._started,
             DrainRequested: self._drain,
             StopRequested: self._stop,
+            LeaveOrdered: self._leave,
         }
         self._engine: dict[type, Callable[[Worker, Any, int], None]] = {
             Tokens: self._tokens.tokens,
@@ -89,6 +94,7 @@ class GatewayCore:
             SequenceFailed: self._tokens.failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
+            Orphans: self._orphans,
             Drained: self._drained,
             Heartbeat: self._membership.heartbeat,
         }
@@ -173,27 +179,32 @@ class GatewayCore:
     def _refused(self, worker: Worker, message: EngineRefuse, now_ns: int) -> None:
         self._dispatcher.refused(worker, message, now_ns)
         if message.reason == "draining":
-            self._membership.drain(worker, now_ns)
+            self._membership.leaving.said(worker, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
-        if worker.full:
-            worker.full = False
+        if worker.full or worker.queue_full:
+            worker.full = worker.queue_full = False
             self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
         worker.cache_changed(message)
         self.state.changed = True
 
+    def _orphans(self, worker: Worker, message: Orphans, now_ns: int) -> None:
+        worker.orphans = dict.fromkeys(message.keys)
+        self.state.changed = True
+
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
-        self._membership.drain(worker, now_ns)
+        self._membership.leaving.said(worker, now_ns)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            self._membership.launch(worker, now_ns)
+            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+                self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
     def _timer(self, event: TimerFired, now_ns: int) -> None:
@@ -205,9 +216,10 @@ class GatewayCore:
             return
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
+        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
-            worker.full = False
+            worker.full = worker.queue_full = False
             worker.stop_expecting_old(now_ns)
         self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
@@ -256,11 +268,28 @@ class GatewayCore:
         if not pinned:
             return False
         workers = self.state.workers.values()
-        return all(worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in workers)
+        staying = [worker for worker in workers if worker.state is not WorkerState.STOPPED]
+        return bool(staying) and all(
+            worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in staying
+        )
 
     def _drain(self, event: DrainRequested, now_ns: int) -> None:
         self.state.draining = True
         self._dispatcher.check_quiesced()
+
+    def _leave(self, event: LeaveOrdered, now_ns: int) -> None:
+        """Refused as a whole, or begun with all of them."""
+        state, leaving = self.state, self._membership.leaving
+        unknown = [worker for worker in event.workers if worker not in state.workers]
+        problem = f"there is no worker {unknown[0]!r}" if unknown else ""
+        workers = [state.workers[worker] for worker in event.workers or state.workers] if not problem else []
+        if event.rolling and not problem:
+            problem = leaving.roll(workers)
+        elif not problem:
+            for worker in workers:
+                problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
+        if problem:
+            state.commands.append(LeaveRefused(problem))
 
     def _stop(self, event: StopRequested, now_ns: int) -> None:
         state = self.state

@@ -31,8 +31,10 @@ class Detector:
         config = self._state.config
         last, self._last_tick_ns = self._last_tick_ns, now_ns
         late_ns = now_ns - last - int(config.tick_s * SECOND)
-        if late_ns > config.detector.own_stall_s * SECOND:
+        if late_ns > int(config.detector.own_stall_s * SECOND):
             self._state.counters["own_stalls"] += 1
+            if self._state.no_worker_since_ns is not None:
+                self._state.no_worker_since_ns += late_ns
             for worker in self._state.workers.values():
                 worker.heard_ns += late_ns
                 worker.progress_ns += late_ns
@@ -54,14 +56,13 @@ class Detector:
         doubtful = len(beating) > 1 and 2 * len(dead) >= len(beating)
         for worker in beating:
             silent_ns = now_ns - worker.heard_ns
-            worker.suspect = silent_ns >= detector.suspect_after_s * SECOND
+            worker.suspect = silent_ns >= int(detector.suspect_after_s * SECOND)
             worker.slow = self._is_slow(worker)
             if silent_ns >= (2 * dead_ns if doubtful and len(dead) > 1 else dead_ns):
                 self._membership.lose(worker, f"silent for {silent_ns / SECOND:.1f} s", now_ns, fence=True)
         for worker in self._state.workers.values():
-            if (
-                worker.state is WorkerState.STARTING
-                and now_ns - worker.changed_ns >= detector.start_deadline_s * SECOND
+            if worker.state is WorkerState.STARTING and now_ns - worker.changed_ns >= int(
+                detector.start_deadline_s * SECOND
             ):
                 self._membership.lose(
                     worker, f"not ready {detector.start_deadline_s:g} s after its start", now_ns, fence=True
@@ -77,8 +78,8 @@ class Detector:
 
     def _answers(self, now_ns: int) -> None:
         detector = self._state.config.detector
-        answer_ns = detector.answer_deadline_s * SECOND
-        handoff_ns = detector.handoff_deadline_s * SECOND
+        answer_ns = int(detector.answer_deadline_s * SECOND)
+        handoff_ns = int(detector.handoff_deadline_s * SECOND)
         late = [
             attempt
             for request in self._state.requests.values()

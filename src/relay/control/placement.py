@@ -10,7 +10,7 @@ from relay.control.contract import RequestFailure
 from relay.control.requests import Choice, Request
 from relay.control.router import Placement, Router
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import AttemptState, AttemptTrigger, ChoiceState, Trigger
+from relay.control.transitions import AttemptState, AttemptTrigger, ChoiceState, Trigger, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import Accept, Cancel, Prefill, Refuse, Reserve, Run
 
@@ -36,8 +36,11 @@ class Dispatcher:
         progress = True
         while progress and len(queue) and self._router.any_room():
             progress = False
+            crowded = self._router.crowded()
             for choice in list(islice(queue, SCAN_LIMIT)):
                 if choice.not_before_ns > now_ns or choice.state is not ChoiceState.WAITING:
+                    continue
+                if crowded and choice.numerics_id is None:
                     continue
                 if choice.resumes and now_ns < self._state.resumes_wait_until_ns:
                     continue
@@ -45,6 +48,7 @@ class Dispatcher:
                 if placement is not None and self._pays(choice, placement, now_ns):
                     self._place(choice, placement, now_ns)
                     progress = True
+                    crowded = self._router.crowded()
 
     def _pays(self, choice: Choice, placement: Placement, now_ns: int) -> bool:
         """Take a resume from the retry budget. With too little left, it and all resumes behind it wait."""
@@ -97,6 +101,7 @@ class Dispatcher:
         hashes = choice.hashes(decode.numerics_id)
         decode.expect(attempt, hashes)
         if prefill is None:
+            decode.orphans.pop((choice.request.submission.resume_key, choice.index), None)
             decode.book(attempt, placement.uncached_decode, now_ns)
             text = f"attempt {attempt.number}: run on {decode.id}, {placement.uncached_decode} tokens uncached"
             self._tell(choice, now_ns, text)
@@ -150,8 +155,10 @@ class Dispatcher:
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
         if message.reason == "full":
+            whole = attempt.prefill is None
             self.close(attempt, now_ns, f"{worker.id} is full")
             worker.full = worker.tight = True
+            worker.queue_full = whole
             if others:
                 return
             choice.full_since_ns = choice.full_since_ns or now_ns
@@ -203,6 +210,25 @@ class Dispatcher:
         if not choice.attempts:
             choice.move(Trigger.REOPEN)
             self._state.queue.add_resumed(choice)
+
+    def relocate(self, worker: Worker, now_ns: int) -> None:
+        """Move what ``worker`` decodes to ready workers, as far as they have room now: each after its last committed token.
+
+        What it prefills for others ends there by itself.
+        """
+        for attempt in list(worker.live):
+            choice = attempt.choice
+            if attempt.decode is not worker or attempt not in choice.attempts:
+                continue
+            if len(choice.attempts) > 1:
+                self.close(attempt, now_ns, f"{worker.id} drains")
+                continue
+            placement = self._router.choose(choice, now_ns)
+            if placement is None or placement.decode.state is not WorkerState.READY:
+                continue
+            self._state.counters["moved"] += 1
+            self.close(attempt, now_ns, f"{worker.id} drains")
+            self._place(choice, placement, now_ns)
 
     def transfer_failed(self, attempt: Attempt, now_ns: int) -> None:
         """KV of ``attempt`` did not reach D, or nobody knows whether it did. Counts against the link, if there is one."""

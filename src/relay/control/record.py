@@ -92,4 +92,4 @@ class GatewayPlayer(Player):
         return list(self.core.handle(event, frame.now_ns))
 
     def stories(self) -> list[str]:
-        return self.core.state.story.everything()
+        return [f"{at / 1e9:.6f} s {text}" for at, text in self.core.state.story.everything()]

@@ -26,6 +26,7 @@ def status(state: ClusterState, now_ns: int) -> dict[str, object]:
         "draining": state.draining,
         "requests": {"running": _num_running(state), "waiting": len(state.queue)},
         "alarm": state.alarm,
+        "rollout": {"left": list(state.rollout), "problem": state.rollout_problem},
         "links": {
             f"{prefill}>{decode}": breaker.at(now_ns).value
             for (prefill, decode), breaker in state.breakers.links.items()
@@ -40,8 +41,8 @@ def _num_running(state: ClusterState) -> int:
 
 
 def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, object]:
-    load = worker.load
     alive = worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+    load = worker.load if alive else None
     return {
         "id": worker.id,
         "pid": worker.engine.pid if alive and worker.engine else None,

@@ -54,7 +54,7 @@ class Choice:
         self.attempts: list[Attempt] = []
         self.num_attempts = 0
         self.committed: list[int] = []
-        self.numerics_id: str | None = None  # pinned by the first committed token
+        self.numerics_id = request.submission.numerics_id or None  # pinned by the first committed token
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
         self.failures = 0

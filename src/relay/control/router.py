@@ -45,7 +45,13 @@ class Router:
 
     def any_room(self) -> bool:
         """Whether looking at the queue can be worth while at all."""
-        return any(worker.has_room for worker in self._state.ready_workers())
+        return any(worker.has_room for worker in [*self._state.ready_workers(), *self._state.last_of_their_kind()])
+
+    def crowded(self) -> bool:
+        """No worker that would decode has room: ``choose`` has nothing for a choice that any numerics suit."""
+        ready = self._state.ready_workers()
+        decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        return not any(worker.has_room for worker in decoders)
 
     def choose(self, choice: Choice, now_ns: int) -> Placement | None:
         """A placement for ``choice`` now, or None: it waits."""
@@ -75,7 +81,20 @@ class Router:
 
     def _place(self, choice: Choice, now_ns: int) -> Placement | None:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
+        if not ready and choice.numerics_id is not None:
+            ready = [worker for worker in self._state.last_of_their_kind() if self._may_serve(worker, choice)]
+        holder = self._holder(ready, choice)
+        if holder is not None:
+            return Placement(holder, None, 1, 0)
         return self._among(ready, choice, now_ns)
+
+    @staticmethod
+    def _holder(ready: list[Worker], choice: Choice) -> Worker | None:
+        """A worker that computes ``choice`` already, for a gateway that is gone."""
+        key = (choice.request.submission.resume_key, choice.index)
+        if not key[0]:
+            return None
+        return next((worker for worker in ready if key in worker.orphans and worker.has_room), None)
 
     def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:
         """A second placement beside ``attempt``: other workers of the same numerics that nothing speaks against, or None."""
@@ -114,7 +133,7 @@ class Router:
             return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
         with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
         if with_kv_room is None:
-            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
+            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < int(retry.full_patience_s * SECOND)
             return None if patient else alone
         # During an upgrade workers differ: KV crosses only between equal numerics.
         pairable = [

@@ -18,6 +18,7 @@ from relay.control.commands import (
     Ended,
     Fail,
     LaunchWorker,
+    LeaveRefused,
     Quiesced,
     Refuse,
     RejectConnection,
@@ -36,6 +37,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     ProcessName,
     RequestCancelled,
     RequestSubmitted,
@@ -45,9 +47,10 @@ from relay.control.events import (
     TimerKey,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.record import Recorder
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_STRANGERS = 256  # connections that have not said who they are
@@ -96,7 +99,7 @@ class GatewayShell:
         self._pending: deque[Command] = deque()
         self._executing = False
         self._next_connection = 1
-        self._next_request = 1
+        self._next_request = first_id(core.state.config.epoch)
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
@@ -108,6 +111,7 @@ class GatewayShell:
             Ended: lambda command: self._forget(command.request),
             Fail: self._fail,
             Refuse: lambda command: None,  # read by ``submit``
+            LeaveRefused: lambda command: None,  # read by ``leave``
             SendToAgent: self._send_to_agent,
             AcceptConnection: self._accept,
             RejectConnection: self._reject,
@@ -208,6 +212,11 @@ class GatewayShell:
             subscriber.finished.add(choice)
             self._handle(ChoiceFinished(request, choice))
 
+    def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
+        commands = self._core.handle(LeaveOrdered(tuple(workers), stay_out, rolling), self._now_ns())
+        self._execute(commands)
+        return next((command.reason for command in commands if type(command) is LeaveRefused), "")
+
     def ready(self) -> bool:
         return self._core.ready()
 
@@ -235,6 +244,10 @@ class GatewayShell:
     ) -> None:
         self._handle(LauncherExited(worker, status, signal, reason, engine))
 
+    def worker_started(self, worker: WorkerKey) -> None:
+        """The launcher has started this incarnation, perhaps for another gateway."""
+        self._handle(WorkerStarted(worker))
+
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
@@ -246,8 +259,9 @@ class GatewayShell:
         self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[(worker, connection.process)]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return  # closed by us; the same worker may be connected anew
+            del self._bound[(worker, connection.process)]
             self._handle(ConnectionLost(worker, connection.process, reason))
 
     def _new_connection(self) -> Connection:
@@ -330,7 +344,8 @@ class GatewayShell:
         connection.bind(command.worker, command.process)
         self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
-        connection.send(Welcome(protocol=PROTOCOL_MAX))
+        config = self._core.state.config
+        connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
 
     def _reject(self, command: RejectConnection) -> None:
         connection = self._connections.get(command.connection)

@@ -13,7 +13,7 @@ from relay.control.requests import Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import Role
 
 LIVE = (WorkerState.READY, WorkerState.DRAINING)
@@ -39,8 +39,10 @@ class ClusterState:
         )
         self.resumes_wait_until_ns = 0  # the retry budget is used up until then
         self.alarm = ""  # the last disagreement of workers: health tells it until the gateway restarts
-        self.next_transfer = 1
-        self.was_complete = False
+        self.next_transfer = first_id(config.epoch)
+        self.rollout: list[str] = []  # workers still to be restarted, in order; the first may be on its way
+        self.rollout_problem = ""  # why the last rolling restart ended early
+        self.was_complete = config.was_complete
         self.draining = False
         self.stopped = False
         self.changed = False  # something happened that may let a waiting choice go
@@ -56,8 +58,19 @@ class ClusterState:
     def ready_workers(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.state is WorkerState.READY]
 
+    def last_of_their_kind(self) -> list[Worker]:
+        """Workers that leave by order and still take streams begun with their numerics, which no ready worker has."""
+        ready = [worker.numerics_id for worker in self.ready_workers()]
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.state is WorkerState.DRAINING and not worker.refuses and worker.numerics_id not in ready
+        ]
+
     def coming(self, worker: Worker) -> bool:
-        """Not ready, but on its way and not in a crash loop."""
+        """Not ready, but on its way (back) and not in a crash loop."""
         if worker.gave_up or worker.failures >= self.config.restart.crash_loop_failures:
             return False
-        return worker.state in (WorkerState.STARTING, WorkerState.LOST)
+        if worker.stay_out:
+            return False
+        return worker.state in (WorkerState.STARTING, WorkerState.LOST, WorkerState.DRAINING)

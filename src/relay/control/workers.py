@@ -55,12 +55,16 @@ class Worker:
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
+        # leaving on purpose
+        self.refuses = False  # its engine was told to drain: it takes nothing any more
+        self.stay_out = False  # after its drain it is not started again
         # load
         self.load: Load | None = None
         self.live: dict[Attempt, int] = {}
         self.backlog_tokens = 0
         self.progress_ns = 0
         self.full = False  # refused a reservation and said nothing new since
+        self.queue_full = False  # or even to queue work
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
         # prefix cache
@@ -68,6 +72,8 @@ class Worker:
         self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
         self.promises: dict[Attempt, list[bytes]] = {}
         self.cache_sequence = -1
+        self.orphans: dict[tuple[bytes, int], None] = {}  # (resume key, choice) of what it computes for no gateway
+        self.cut = False  # only its connection was lost, and others may use it: it may connect again
 
     @property
     def exited(self) -> bool:
@@ -88,7 +94,7 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return len(self.live) < self.max_live
+        return len(self.live) < self.max_live and not self.queue_full
 
     @property
     def can_reserve(self) -> bool:
@@ -119,6 +125,8 @@ class Worker:
         """A new life: nothing known about the old one holds, except what the crash statistics need."""
         self.move(WorkerTrigger.LAUNCH, now_ns)
         self.incarnation = incarnation
+        self.cut = False
+        self.orphans = {}
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
         self.beat = None
@@ -127,9 +135,9 @@ class Worker:
         self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
-        self.blamed = False
+        self.blamed = self.refuses = self.stay_out = False
         self.load = None
-        self.full = self.tight = False
+        self.full = self.queue_full = self.tight = False
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ class Worker:
     def unbook(self, attempt: Attempt) -> None:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
-        self.full = False
+        self.full = self.queue_full = False
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

@@ -100,15 +100,17 @@ class Roster:
         sequences, waiting, reserved = self.sequences, self.waiting, self.reserved
         running = self.running()
         places = [*waiting, *running, *reserved.values()]
+        if not places and not sequences:
+            self.slots.check([])
+            return
         held = [s for s in sequences.values() if s.state is SequenceState.HELD]
         assert len(places) + len(held) == len({*places, *held}) == len(sequences), "a sequence is lost or doubled"
         assert not [s for s in places if sequences[s.key] is not s], "a queue holds an ended sequence"
-        arrivals = []
-        for s in waiting:
-            assert s.state is SequenceState.WAITING, "a waiting sequence is not waiting"
-            assert not s.blocks, "a waiting sequence is not idle"
-            arrivals.append(s.arrival)
-        assert arrivals == sorted(arrivals), "waiting is out of order"
+        if waiting:
+            busy = [s for s in waiting if s.blocks or s.state is not SequenceState.WAITING]
+            assert not busy, "a waiting sequence is not idle"
+            arrivals = [s.arrival for s in waiting]
+            assert arrivals == sorted(arrivals), "waiting is out of order"
         for s in running:
             assert s.state is RUNNING, "a running sequence is not running"
             assert s.blocks, "a running sequence has no blocks"

@@ -1,8 +1,9 @@
 """Backends made wrong on purpose: the tests of ``relay verify`` and ``relay chaos`` themselves.
 
 ``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
-moved by one unit in the last place. Both must turn a comparison red. ``crash:ID`` dies of a segmentation fault in every step that
-computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance). Nothing else uses this module.
+moved by one unit in the last place of the activations. Both must turn a comparison red. ``crash:ID`` dies of a segmentation
+fault in every step that computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance).
+Nothing else uses this module.
 """
 
 import signal
@@ -20,11 +21,12 @@ Perturbation = Literal["kv-bit", "rounding"]
 
 
 class NudgedWeights:
-    """Passes weights through, with element 0 of vector ``name`` moved to the next fp32 value."""
+    """Passes weights through, with element 0 of vector ``name`` moved to the next value of fp32, or (``coarse``) of bf16."""
 
-    def __init__(self, inner: WeightSource, name: str) -> None:
+    def __init__(self, inner: WeightSource, name: str, coarse: bool) -> None:
         self._inner = inner
         self._name = name
+        self._coarse = coarse
 
     def matrix(self, name: str) -> PackedMatrix:
         return self._inner.matrix(name)
@@ -34,7 +36,7 @@ class NudgedWeights:
         if name != self._name:
             return values
         nudged = np.array(values, dtype=np.float32)
-        nudged[0] = np.nextafter(nudged[0], np.float32(np.inf))
+        nudged[0] = nudged[0] * np.float32(1 + 2**-7) if self._coarse else np.nextafter(nudged[0], np.float32(np.inf))
         return nudged
 
 
@@ -52,7 +54,7 @@ class PerturbedBackend:
 
     def load(self, program: Program, weights: WeightSource) -> None:
         if self._kind == "rounding":
-            weights = NudgedWeights(weights, "layers.0.mlp_norm")
+            weights = NudgedWeights(weights, "layers.0.mlp_norm", coarse=self._inner.name == "cuda")
         self._layer_zero_written_at = next(i for i, op in enumerate(program.ops) if isinstance(op, RopeWriteKv)) + 1
         self._inner.load(program, weights)
 

@@ -99,7 +99,7 @@ class LocalWorkers:
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:
-            word = find_last_word(end.last_lines, 0)
+            word = find_last_word(end.last_lines)
             self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 

@@ -15,7 +15,7 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
     world.kernel.sometimes(f"{'refused' if refused else 'failed'}: {failure.code}")
     code = failure.code
     total = len(client.submission.token_ids) + client.submission.params.max_tokens
-    disturbed = world.num_faults > client.expectation.faults_before or (world.phase == "chaos" and bool(world.faults))
+    disturbed = world.num_faults > client.expectation.faults_before or (world.phase == "chaos" and world.num_faults > 0)
     if failure.status in (429, 503) and code != "numerics_changed" and not (failure.retry_after_s or 0) >= 1:
         raise Violation("I5", f"request {client.request}: {code} without a time to retry after")
     if refused:
@@ -34,6 +34,7 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             "numerics_changed": len(world.numerics) > 1,
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
+            "token_disagreement": world.wrong_machines > 0,
             "engine_error": world.step_errors > 0,
         }.get(code, False)
     if client.expectation.probe or not fine:

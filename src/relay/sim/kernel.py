@@ -94,6 +94,6 @@ class Kernel:
         """A line of the story; formatted only when the story is told."""
         self._story.append((self.now_ns, text, arguments))
 
-    def story(self, lines: int) -> list[str]:
-        """The last ``lines`` lines, oldest first."""
-        return [f"{at / 1e6:10.3f} ms  {text.format(*args)}" for at, text, args in list(self._story)[-lines:]]
+    def story(self) -> list[tuple[int, str]]:
+        """The last lines with their times, oldest first."""
+        return [(at, text.format(*args)) for at, text, args in self._story]

@@ -266,10 +266,10 @@ class InboundLink:
                 self._transport.store.write_kv(
                     header.layer, reception.block_table, header.first_token, header.token_count, memoryview(payload)
                 )
-                receiver.written(header)
+                receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
-        reception.link = cast(Any, self)
+        reception.heard_on(cast(Any, self), header.kind)
         table.settle(reception)
 
     def _lost(self, reason: str) -> None:
@@ -318,6 +318,9 @@ class SimTransport:
         """Workers that this engine sends KV to now, for faults."""
         return list(dict.fromkeys(target for (target, _), link in self._links.items() if link.sendings))
 
+    def senders(self) -> list[Sender]:
+        return [sending.sender for link in self._links.values() for sending in link.sendings.values()]
+
     def receivers(self) -> list[Receiver]:
         """Of the open receptions."""
         receptions = [self.table.get(transfer) for transfer in self.receiving]
@@ -329,10 +332,10 @@ class SimTransport:
         senders = [
             sending.sender for link in self._links.values() if link.greeted for sending in link.sendings.values()
         ]
-        found = [(sender.order.transfer, now_ns - sender._heard_ns, limits.lease_ns) for sender in senders]
+        found = [(sender.order.transfer, now_ns - sender.watchdog.heard_ns, limits.lease_ns) for sender in senders]
         for receiver in self.receivers():
             lease_ns = limits.open_lease_ns if receiver.state is ReceiverState.RESERVED else limits.lease_ns
-            found.append((receiver.order.transfer, now_ns - receiver._heard_ns, lease_ns))
+            found.append((receiver.order.transfer, now_ns - receiver.watchdog.heard_ns, lease_ns))
         return found
 
     def open_send(self, order: SendOrder) -> None:

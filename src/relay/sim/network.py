@@ -119,7 +119,9 @@ class Network:
         self._blocked[source, target] -= 1
         if self._blocked[source, target]:
             return
-        for side in list(self.sides.values()):
+        # An end that knows already that the connection is over may still owe the other one its last bytes.
+        ends = {end.number: end for side in self.sides.values() for end in (side, side.peer)}
+        for side in ends.values():
             if side.host == source and side.peer.host == target and side.held_since_ns:
                 side.held_since_ns = 0
                 for _ in range(len(side.under_way) + bool(side.ending)):

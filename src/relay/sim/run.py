@@ -11,7 +11,7 @@ from relay.sim.swarm import Swarm
 from relay.sim.tape import Edits, ForeignTape, Tape
 from relay.sim.world import World, fault_counts
 
-STORY_LINES = 40
+STORY_LINES = 34  # a whole report has at most 40 lines
 
 
 @dataclass(slots=True)
@@ -81,12 +81,15 @@ def replay_command(seed: int, edits: Edits, scenario: str = "", mutant: str = ""
     if edits.directed is not None:
         options.append(f"--directed '{edits.directed[0]}:{edits.directed[1]}'")
     if mutant:
-        options.append(f"--mutant '{mutant}'")
+        options.append(f"--only '{mutant}'")
     return f"relay sim {' '.join(options)}"
 
 
-def run_tape(tape: Tape, script: Script | None = None) -> Run:
-    """Play one tape through. A broken invariant is in ``failure``; a tape that does not fit raises ForeignTape."""
+def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -> Run:
+    """Play one tape through; ``story``: tell it even if nothing breaks.
+
+    A broken invariant is in ``failure``; a tape that does not fit raises ForeignTape.
+    """
     world: World | None = None
     failure = None
     name = script.name if script else ""
@@ -107,17 +110,17 @@ def run_tape(tape: Tape, script: Script | None = None) -> Run:
         failure = _failure(tape, world, "core", text, name)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
-    kernel = world.kernel
+    kernel, counters = world.kernel, world.gateway.core.state.counters
     return Run(
         seed=tape.seed,
         events=kernel.events,
         requests=len(world.clients),
         faults=fault_counts(world),
-        counts=dict(kernel.counts),
+        counts={**kernel.counts, **{f"gateway: {name}": count for name, count in counters.items() if count}},
         cells={f"{fault}/{moment}": count for (fault, moment), count in world.struck.cells.items()},
         trace_hash=kernel.trace_hash,
         failure=failure,
-        story=kernel.story(STORY_LINES),
+        story=world.story(STORY_LINES) if story else [],
         cpu_s=time.process_time() - started,
     )
 
@@ -134,7 +137,7 @@ def _failure(tape: Tape, world: World | None, invariant: str, text: str, scenari
         text=text,
         now_ns=kernel.now_ns if kernel else 0,
         events=kernel.events if kernel else 0,
-        story=kernel.story(STORY_LINES) if kernel else [],
+        story=world.story(STORY_LINES) if world else [],
         edits=tape.edits,
         scenario=scenario,
         mutant=tape.mutant,

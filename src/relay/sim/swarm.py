@@ -43,7 +43,10 @@ FAULTS = (
     "drain",
     "step_error",
     "new_numerics",
+    "kill_gateway",
+    "stranger",
 )
+HARMLESS = ("stranger",)  # nothing may fail because of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Swarm:
     chaos_ms: int
     poison: int  # requests that crash every engine
     poison_hangs: bool = False  # or keep its step from ending
+    gateways: tuple[str, ...] = ("gateway",)
 
     @property
     def kv_tokens(self) -> int:
@@ -84,9 +88,12 @@ def draw(tape: Tape) -> Swarm:
         slots += [(f"decode-{index}", "decode") for index in range(decode)]
     else:
         slots = [(f"worker-{index}", "both") for index in range(decode)]
-    # One run in eight has no fault at all; each kind is on in about a third of the others, so single kinds occur.
-    faults = () if tape.below(8, "faultless") == 0 else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
+    # One run in eight has none that may excuse anything; each kind is on in about a third of the others, so single kinds occur.
+    harmless = tape.below(8, "faultless") == 0
+    faults = HARMLESS if harmless else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
+    gateways = tuple([f"gateway-{index}" for index in range(of((1, 1, 2, 3), "gateways"))])
     return Swarm(
+        gateways=gateways if len(gateways) > 1 else ("gateway",),
         slots=tuple(slots),
         control=_control(tape),
         scheduler=_scheduler(tape),
@@ -95,6 +102,7 @@ def draw(tape: Tape) -> Swarm:
             retry_after_ms=of((10, 250), "retry_after_ms"),
             report_interval_ns=of((5, 50), "report_ms") * MS,
             drain_timeout_ns=of((100, 1000, 30_000), "drain_ms") * MS,
+            orphan_hold_ns=of((50, 300, 2000), "hold_ms") * MS if len(gateways) > 1 else 0,
         ),
         transfer=_transfer(tape),
         latency_ns=of((30_000, 200_000, 2_000_000), "latency"),

@@ -16,6 +16,7 @@ class Workload:
     def __init__(self, tape: Tape, max_model_len: int) -> None:
         self._tape = tape
         self._max_model_len = max_model_len
+        self._num_keys = 0
         self._stems = [[tape.below(POISON, "stem token") for _ in range(STEM_TOKENS)] for _ in range(NUM_STEMS)]
 
     def prompt(self) -> list[int]:
@@ -42,14 +43,19 @@ class Workload:
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, tape.of((0, 0, 4), "min_tokens")),
             seed=tape.below(1 << 20, "seed"),
+            logprobs=tape.of((None, None, 0, 2), "logprobs"),
             presence_penalty=tape.of((0.0, 0.0, 0.5), "penalty"),
             eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
         n = tape.of((1, 1, 1, 2, 3), "n")
-        return Submission(prompt, params, n, deadline_ns=deadline_ns)
+        return Submission(prompt, params, n, deadline_ns=deadline_ns, resume_key=self._key())
 
     def probe(self) -> Submission:
         """Sent after the healing: must finish."""
         params = SamplingParams(max_tokens=4, seed=self._tape.below(1 << 20, "probe seed"))
-        return Submission(self.prompt()[: self._max_model_len - 8], params)
+        return Submission(self.prompt()[: self._max_model_len - 8], params, resume_key=self._key())
+
+    def _key(self) -> bytes:
+        self._num_keys += 1
+        return self._num_keys.to_bytes(16, "little")

@@ -9,21 +9,21 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Prefill, Reserve, Run
 from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
 from relay.sim.plan import Planned
-from relay.sim.swarm import FAULTS, MS, Swarm
+from relay.sim.supervisor import Supervisor
+from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
 from relay.sim.workload import Workload
@@ -56,6 +56,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
         self.step_errors = 0
+        self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
@@ -65,26 +66,34 @@ class World:
         self._calm_ns: dict[str, int] = {}
         self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
         self._next_heal = 1
-        self._next_request = 1
         self._to_submit = 0
+        self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
         with tape.within("workload"):
             self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
         self.checkers = Checkers(self)
         self.struck = Struck(self)
-        self.preferred: tuple[list[str], list[int]] = (
-            [],
-            [],
-        )  # workers and requests that a directed fault is meant for
+        # workers and requests that a directed fault is meant for
+        self.preferred: tuple[list[str], list[int]] = ([], [])
         self.network.damaged = self._damaged
-        self.gateway = GatewayNode(
-            self.kernel,
-            self.network,
-            self.swarm,
-            self._execute,
-            self.checkers.before_gateway,
-            self.checkers.after_gateway,
-        )
+        self.supervisor = Supervisor(self)
+
+    @property
+    def gateways(self) -> dict[str, GatewayNode]:
+        """The present life of each."""
+        return self.supervisor.nodes
+
+    @property
+    def gateway(self) -> GatewayNode:
+        """The first one that lives (or would)."""
+        nodes = list(self.gateways.values())
+        return next((node for node in nodes if node.alive), nodes[0])
+
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
+        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        told.sort(key=lambda line: line[0])
+        return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 
     # --- the plot -------------------------------------------------------------------------------------------------
 
@@ -96,7 +105,8 @@ class World:
 
     def warm(self) -> None:
         """From nothing to a complete cluster."""
-        self.gateway.handle(e.Started())
+        for node in self.gateways.values():
+            node.handle(e.Started())
         self.kernel.after(AUDIT_NS, self._audit)
         self.until(lambda: self.complete, WARM_NS, "the cluster never became complete")
         self.phase = "chaos"
@@ -147,21 +157,28 @@ class World:
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
         states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
-        stories = [line for request in open_requests[:1] for line in self.gateway.core.story(request)[-5:]]
+        tellers = [node.core for node in self.gateways.values()]
+        stories = [line for request in open_requests[:1] for core in tellers for line in core.story(request)[-5:]]
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
-        return self._to_submit == 0 and not any(client.open for client in self.clients.values())
+        if self._to_submit or (self._open_client is not None and self._open_client.open):
+            return False
+        self._open_client = next((client for client in self.clients.values() if client.open), None)
+        return self._open_client is None
 
     def _all_ready(self) -> bool:
-        return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
+        states = [node.core.state for node in self.gateways.values()]
+        return all(worker.state is WorkerState.READY for state in states for worker in state.workers.values())
 
     def _quiet(self) -> bool:
-        if [key for key in self.gateway.timers if key[0] != "tick"] or not self._all_ready():
+        timers = [key for node in self.gateways.values() for key in node.timers if key[0] != "tick"]
+        if timers or not self._all_ready():
             return False
         engines = [node.running for node in self.workers.values()]
         return not any(
-            e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
+            e and (len(e.core.held) or len(e.core.orphans) or e.transport.open_transfers() or e.scheduler.has_work())
+            for e in engines
         )
 
     def _audit(self) -> None:
@@ -176,13 +193,16 @@ class World:
         self.num_poison += poison
         with self.kernel.tape.within(planned.name):
             submission = self.workload.submission(self.kernel.now_ns, poison)
-        self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
+            alive = [node for node in self.gateways.values() if node.alive]
+            node = self.kernel.tape.of(alive, "gateway") if len(alive) > 1 else self.gateway
+        node.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults), node)
 
-    def submit(self, submission: Submission, expectation: Expectation) -> Client:
-        request = self._next_request
-        self._next_request += 1
+    def submit(self, submission: Submission, expectation: Expectation, node: GatewayNode | None = None) -> Client:
+        node = node or self.gateway
+        request = self.supervisor.new_request()
         client = Client(request, submission, expectation, self.oracles)
         client.begin(self.numerics)
+        client.gateway = node.host
         self.clients[request] = client
         params = submission.params
         self.kernel.tell(
@@ -192,23 +212,28 @@ class World:
             submission.n,
             params.max_tokens,
         )
-        self.gateway.handle(e.RequestSubmitted(request, submission))
+        node.handle(e.RequestSubmitted(request, submission))
         return client
 
     def disconnect(self, client: Client) -> None:
         self.struck.request(client.request)
         self.kernel.tell("request {}: client disconnects", client.request)
         client.cancelled = True
-        self.gateway.run(self.gateway.handle, e.RequestCancelled(client.request))
+        if client.gateway:
+            node = self.gateways[client.gateway]
+            node.run(node.handle, e.RequestCancelled(client.request))
 
-    def _execute(self, command: c.Command) -> None:
-        """What the gateway's core wants of clients and of the launcher."""
+    def execute(self, node: GatewayNode, command: c.Command) -> None:
+        """What a gateway's core wants of clients and of the launcher."""
         match command:
             case c.Deliver(request, delivery):
                 client = self.clients[request]
                 if client.open and delivery.choice not in client.stopped:
                     client.deliver(delivery)
-                    self._maybe_stop(client, delivery.choice)
+                    self._maybe_stop(node, client, delivery.choice)
+            case c.Refuse(request, failure) if failure.retry_after_s and self.clients[request].returns:
+                self.kernel.sometimes("a client that came back was told to wait")
+                self.supervisor.send_back(self.clients[request])
             case c.Fail(request, failure) | c.Refuse(request, failure):
                 client = self.clients[request]
                 self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
@@ -219,26 +244,25 @@ class World:
                 if self.clients[request].open:
                     self.clients[request].end(None)
             case c.LaunchWorker(key, role, cause):
-                self._launch(key, role, cause)
+                self.supervisor.start_worker(node, key, role, cause)
             case c.StopWorker(key, kill):
                 self._stop(key, kill)
             case c.ClusterReady():
                 self.complete = True
 
-    def _maybe_stop(self, client: Client, choice: int) -> None:
+    def _maybe_stop(self, node: GatewayNode, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
         if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
-            self.gateway.handle(e.ChoiceFinished(client.request, choice))
+            node.handle(e.ChoiceFinished(client.request, choice))
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def _launch(self, key: WorkerKey, role: str, cause: str) -> None:
+    def launch(self, key: WorkerKey, role: str, cause: str) -> None:
         old = self.workers.get(key.worker)
         if old is not None and (old.alive or old.running is not None):
             self.zombies.append(old)
-            self.kernel.sometimes("zombie")
         self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
         self._calm(key.worker)
         self.workers[key.worker] = WorkerNode(
@@ -248,7 +272,7 @@ class World:
             key,
             role,  # type: ignore[arg-type]
             self.numerics[-1],
-            self.gateway.launcher_exited,
+            self.supervisor.exited,
             self._observe,
             self.poisoned,
         )
@@ -265,10 +289,11 @@ class World:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
-    def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        if type(event) is OrderReceived and isinstance(event.order, Run | Reserve | Prefill):
-            work = event.order.work
-            engine.begun[work.request, work.choice, work.attempt] = None
+    def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        if type(event) is OrderReceived:
+            work = getattr(event.order, "work", None)
+            if work is not None:
+                engine.begun[work.request, work.choice, work.attempt] = None
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
@@ -302,7 +327,7 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += 1
+            self.num_faults += kind not in HARMLESS
             self.kernel.tell("{}: {}", name, kind)
         return done
 

@@ -51,7 +51,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after."""
+    """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
+    ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks."""
 
     min_frame_bytes: int = 1 << 18
     max_frame_bytes: int = MAX_KV_BYTES
@@ -59,6 +60,7 @@ class TransferLimits:
     probe_ns: int = 1_000_000_000
     lease_ns: int = 3_000_000_000
     open_lease_ns: int = 10_000_000_000
+    stall_ns: int = 3_000_000_000
 
     def __post_init__(self) -> None:
         # Credit comes back in quarters of the window, so a frame must fit beside a quarter that is not yet credited.

@@ -44,7 +44,7 @@ class Kind(IntEnum):
     COMPLETE = 4  # D → P: coverage is full and the handoff is there; P may free its blocks
     ABORT = 5  # both ways, any time
     CREDIT = 6  # D → P: KV payload bytes copied so far, cumulative; also the answer to PROBE
-    PROBE = 7  # P → D: the transfer lives, nothing new to send
+    PROBE = 7  # P → D: the transfer lives; KV payload bytes sent so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,12 @@ class Credit(msgspec.Struct, frozen=True):
     bytes_copied: int
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """Payload of PROBE: KV payload bytes sent so far, so that D knows what should have come."""
+
+    bytes_sent: int
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -114,7 +120,7 @@ def encode_payload(payload: msgspec.Struct) -> bytes:
 
 
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Handoff, Abort, Credit)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Handoff, Abort, Credit, Probe)
 }
 
 

@@ -1,7 +1,8 @@
 """D's shell: the table of open receptions and one link (a reader and a writer thread) a connection.
 
-A frame is admitted, written and counted under its reception's lock; abort takes the same lock, so a late write is either
-finished before the blocks are given away or dropped.
+A frame is admitted and counted under its reception's lock and written between, counted in ``writing``; several connections may
+write to one reception at once. Whoever ends it waits until nobody writes: a late write is either finished before the blocks are
+given away, or dropped.
 """
 
 import queue
@@ -42,8 +43,22 @@ class Reception:
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self.lock = threading.Lock()
+        self.idle = threading.Condition(self.lock)
+        self.writing = 0
         self.block_table = np.asarray(receiver.order.block_table, np.int32)
-        self.link: InboundLink | None = None
+        self.link: InboundLink | None = None  # where answers go
+        self.links: set[InboundLink] = set()  # all that fed it: the end of any is its end
+
+    def heard_on(self, link: "InboundLink", kind: Kind) -> None:
+        """Under the lock. Answers go where control frames come from."""
+        self.links.add(link)
+        if self.link is None or kind is not Kind.KV:
+            self.link = link
+
+    def wait_until_idle(self) -> None:
+        """Under the lock."""
+        while self.writing:
+            self.idle.wait()
 
 
 class ReceptionTable:
@@ -75,6 +90,7 @@ class ReceptionTable:
         with reception.lock:
             reception.receiver.abort(reason)
             replies = reception.receiver.take_replies()
+            reception.wait_until_idle()
         if reception.link is not None:
             reception.link.post(replies)
 
@@ -84,6 +100,8 @@ class ReceptionTable:
             receiver = reception.receiver
             replies = receiver.take_replies()
             over = receiver.over
+            if over:
+                reception.wait_until_idle()
         if reception.link is not None:
             reception.link.post(replies)
         if not over:
@@ -108,7 +126,7 @@ class ReceptionTable:
 
     def link_lost(self, link: "InboundLink", reason: str) -> None:
         for reception in self._snapshot():
-            if reception.link is link:
+            if link in reception.links:
                 with reception.lock:
                     reception.receiver.link_lost(reason)
                 self.settle(reception)
@@ -167,29 +185,38 @@ class InboundLink:
             if header.kind is not Kind.ABORT:
                 self.post([_unknown(header)])
             return
-        with reception.lock:
-            receiver = reception.receiver
-            if header.kind is Kind.KV:
-                self._receive_kv(reception, header, payload, expected)
-            else:
-                receiver.receive(header, payload, self._clock.now_ns())
-            reception.link = self
+        if header.kind is Kind.KV:
+            self._receive_kv(reception, header, payload, expected)
+        else:
+            with reception.lock:
+                reception.receiver.receive(header, payload, self._clock.now_ns())
+                reception.heard_on(self, header.kind)
         self._table.settle(reception)
 
     def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
-        """Copy and check in one pass. Under the reception's lock, so damage fails the transfer before anyone can see its blocks."""
+        """Copy and check in one pass; damage fails the transfer before anyone can see its blocks."""
         receiver = reception.receiver
-        if not receiver.admit(header, self._clock.now_ns()):
-            return
+        with reception.lock:
+            reception.heard_on(self, header.kind)
+            if not receiver.admit(header, self._clock.now_ns()):
+                return
+            reception.writing += 1
+        damage: FrameError | None = None
         try:
             self._store.write(
                 header.layer, reception.block_table, header.first_token, header.token_count, payload, expected
             )
         except FrameError as error:
-            receiver.abort(f"damaged KV frame from {self._peer.worker}: {error}")
-            reception.link = self
-            raise
-        receiver.written(header)
+            damage = error
+        with reception.lock:
+            reception.writing -= 1
+            reception.idle.notify_all()
+            if damage is None:
+                receiver.written(header, self._clock.now_ns())
+            else:
+                receiver.abort(f"damaged KV frame from {self._peer.worker}: {damage}")
+        if damage is not None:
+            raise damage
 
     def _write(self) -> None:
         try:

@@ -201,7 +201,7 @@ class InprocTransport:
                 table = np.asarray(receiver.order.block_table, np.int32)
                 data = memoryview(parcel.payload)
                 self._store.write_kv(header.layer, table, header.first_token, header.token_count, data)
-                receiver.written(header)
+                receiver.written(header, now_ns)
         else:
             receiver.receive(header, parcel.payload, now_ns)
         self._answer(receiver)

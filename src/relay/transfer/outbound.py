@@ -1,7 +1,8 @@
-"""P's shell: one link to one life of one D: a writer thread that reads KV from the pool and sends, a reader for the answers.
+"""P's shell: one link to one life of one D: for each of its connections a writer thread and a reader for the answers.
 
-The compute thread only marks ranges (``layer_written``). Blocks are read outside the lock with ``reading`` set; whoever
-takes blocks away (abort, preemption) waits for that one copy.
+One connection carries everything; of several, the first carries control frames alone, so that bulk delays no handoff, probe or
+abort, and the others KV. The compute thread only marks ranges (``layer_written``). Blocks are read outside the lock and counted in
+``reading``; whoever takes blocks away (abort, preemption) waits for those copies. The end of one connection is the end of all.
 """
 
 import threading
@@ -25,8 +26,8 @@ from relay.transfer.handshake import HelloRefused
 from relay.transfer.sender import Outgoing, Sender, SenderState
 from relay.transfer.store import ChecksummedStore
 
-Dial = Callable[[SendOrder], Channel]
-"""Open a connection to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
+Dial = Callable[[SendOrder], list[Channel]]
+"""Open the connections to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
 
 
 class _Sending:
@@ -35,7 +36,12 @@ class _Sending:
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         self.block_table = np.zeros(0, np.int32)
-        self.reading = False
+        self.reading = 0  # copies that run
+
+
+Job = tuple[_Sending | None, Outgoing]
+Pick = Callable[[], Job | None]
+"""The next frame of a connection, under the lock; a sending comes with it if its KV must be read."""
 
 
 class OutboundLink:
@@ -67,7 +73,7 @@ class OutboundLink:
         self._idle = threading.Condition(self._lock)  # who needs a copy to end waits here
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
-        self._channel: Channel | None = None
+        self._channels: list[Channel] = []
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
@@ -80,7 +86,7 @@ class OutboundLink:
     def scheme(self) -> str:
         """The wire in use; empty until there is one."""
         with self._lock:
-            return "" if self._channel is None else self._channel.scheme
+            return self._channels[0].scheme if self._channels else ""
 
     @property
     def closed(self) -> bool:
@@ -97,7 +103,7 @@ class OutboundLink:
             if self._opened:
                 sender.link_opened(now_ns)
             self._sendings[order.transfer] = _Sending(sender)
-            self._work.notify()
+            self._work.notify_all()
             return True
 
     def layer_written(self, transfer: int, layer: int, first: int, count: int, block_table: np.ndarray) -> None:
@@ -107,7 +113,7 @@ class OutboundLink:
                 sending.block_table = block_table
                 sending.sender.written(layer, first, count)
                 self._settle(sending)
-                self._work.notify()
+                self._work.notify_all()
 
     def hand_off(self, transfer: int, handoff: Handoff) -> None:
         with self._lock:
@@ -115,7 +121,7 @@ class OutboundLink:
             if sending is not None:
                 sending.sender.hand_off(handoff)
                 self._settle(sending)
-                self._work.notify()
+                self._work.notify_all()
 
     def forget_unsent(self, transfer: int) -> None:
         with self._lock:
@@ -138,7 +144,7 @@ class OutboundLink:
                 if self._opened:
                     sending.sender.tick(now_ns)
                 self._settle(sending)
-            self._work.notify()
+            self._work.notify_all()
 
     def close(self, reason: str) -> None:
         """End the link and fail its transfers. Idempotent."""
@@ -147,46 +153,67 @@ class OutboundLink:
             for sending in list(self._sendings.values()):
                 sending.sender.link_lost(reason)
                 self._settle(sending)
-            self._work.notify()
-            channel = self._channel
-        if channel is not None:
+            self._work.notify_all()
+            channels = list(self._channels)
+        for channel in channels:
             channel.close()
 
     def _run(self) -> None:
         order = self._order
         reason = f"KV connection to {order.target} failed"
         try:
-            channel = self._dial(order)
+            channels = self._dial(order)
             with self._lock:
-                self._channel = channel
+                self._channels = channels
                 closed = self._closed
             if closed:
-                channel.close()
-            threading.Thread(target=self._read, args=(channel,), name=f"kv-ack-{order.target}", daemon=True).start()
+                for channel in channels:
+                    channel.close()
+            for index, channel in enumerate(channels):
+                name = f"{order.target}-{index}"
+                threading.Thread(target=self._read, args=(channel,), name=f"kv-ack-{name}", daemon=True).start()
             with self._lock:
                 self._opened = True
                 for sending in self._sendings.values():
                     sending.sender.link_opened(self._clock.now_ns())
-            self._write(channel)
+            picks = [self._pick] if len(channels) == 1 else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
+            others = [
+                threading.Thread(
+                    target=self._run_lane, args=(channel, pick), name=f"kv-send-{order.target}-{index}", daemon=True
+                )
+                for index, (channel, pick) in enumerate(zip(channels[1:], picks[1:], strict=True), 1)
+            ]
+            for other in others:
+                other.start()
+            self._write(channels[0], picks[0])
             reason = f"KV connection to {order.target} closed"
         except (ChannelClosed, FrameError, HelloRefused) as error:
             reason = f"KV connection to {order.target} failed: {error}"
         finally:
             self.close(reason)
 
-    def _write(self, channel: Channel) -> None:
+    def _run_lane(self, channel: Channel, pick: Pick) -> None:
+        reason = f"KV connection to {self._order.target} closed"
+        try:
+            self._write(channel, pick)
+        except (ChannelClosed, FrameError) as error:
+            reason = f"KV connection to {self._order.target} failed: {error}"
+        finally:
+            self.close(reason)
+
+    def _write(self, channel: Channel, pick: Pick) -> None:
         room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
         while True:
             channel.await_room(room)  # before a frame is picked: from then on its blocks may not be taken away
             with self._lock:
-                while (job := self._pick()) is None:
+                while (job := pick()) is None:
                     if self._closed:
                         return
                     self._work.wait()
                 sending, outgoing = job
                 if sending is not None:
                     block_table = sending.block_table
-                    sending.reading = True
+                    sending.reading += 1
             header = outgoing.header
             if sending is None:
                 send_frame(channel, header, outgoing.payload or b"", self._checksum)
@@ -196,16 +223,29 @@ class OutboundLink:
                 checksum = self._store.read(header.layer, block_table, header.first_token, header.token_count, payload)
             finally:
                 with self._lock:
-                    sending.reading = False
+                    sending.reading -= 1
                     self._idle.notify_all()
             channel.commit(seal_over(header, checksum, self._checksum))
 
-    def _pick(self) -> tuple[_Sending | None, Outgoing] | None:
+    def _pick(self) -> Job | None:
         """The next frame in turn; a sending comes with it only if KV must be read."""
-        if self._farewells:
-            return None, self._farewells.popleft()
+        return self._farewell() or self._in_turn(Sender.next_frame)
+
+    def _pick_control(self) -> Job | None:
+        return self._farewell() or self._in_turn(Sender.next_control)
+
+    def _pick_kv(self) -> Job | None:
+        job = self._in_turn(Sender.next_kv)
+        if job is not None and self._sendings[job[1].header.transfer].sender.all_sent:
+            self._work.notify_all()  # now the handoff may go
+        return job
+
+    def _farewell(self) -> Job | None:
+        return (None, self._farewells.popleft()) if self._farewells else None
+
+    def _in_turn(self, next_frame: Callable[[Sender], Outgoing | None]) -> Job | None:
         for transfer, sending in self._sendings.items():
-            outgoing = sending.sender.next_frame()
+            outgoing = next_frame(sending.sender)
             if outgoing is not None:
                 del self._sendings[transfer]
                 self._sendings[transfer] = sending  # to the end of the line
@@ -222,7 +262,7 @@ class OutboundLink:
                     if sending is not None:
                         sending.sender.receive(header, payload, self._clock.now_ns())
                         self._settle(sending)
-                        self._work.notify()
+                        self._work.notify_all()
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection to {self._order.target} ended: {error}"
         finally:
@@ -245,7 +285,7 @@ class OutboundLink:
         frame = sender.next_frame()
         if frame is not None:
             self._farewells.append(frame)
-            self._work.notify()
+            self._work.notify_all()
 
     def _wait_for_copy(self, sending: _Sending) -> None:
         while sending.reading:

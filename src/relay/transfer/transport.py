@@ -28,7 +28,7 @@ from relay.transfer.store import ChecksummedStore
 from relay.transfer.stream import StreamChannel
 from relay.transfer.wire import Wire
 
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 768
 
 
 class WiredTransport:
@@ -137,8 +137,8 @@ class WiredTransport:
         self._link_of.pop(event.transfer, None)
         self._emit(event)
 
-    def _dial(self, order: SendOrder) -> Channel:
-        """A channel to the target over the first of its addresses that this end can reach and that answers.
+    def _dial(self, order: SendOrder) -> list[Channel]:
+        """Channels to the target over the first of its addresses that this end can reach and that answers.
 
         Raises ChannelClosed with every address's problem, HelloRefused, FrameError.
         """
@@ -149,20 +149,30 @@ class WiredTransport:
                 problems.append(f"{address}: not reachable from here over {', '.join(w.scheme for w in self._wires)}")
                 continue
             try:
-                stream = wire.dial(address)
+                first = wire.dial(address)
             except ChannelClosed as error:
                 problems.append(str(error))
                 continue
+            channels: list[Channel] = []
+            streams = [first]
             try:
-                stream.set_timeout(HANDSHAKE_TIMEOUT_S)
-                greet(stream, self._identity, self._checksum, order.target, order.target_incarnation)
-                channel = wire.upgrade(stream, dialled=True)
-                channel.set_timeout(None)
+                channels.append(self._greet(wire, first, order))
+                for _ in range(wire.connections - 1):
+                    streams.append(wire.dial(address))
+                    channels.append(self._greet(wire, streams[-1], order))
             except BaseException:
-                stream.close()
+                for stream in streams:
+                    stream.close()
                 raise
-            return channel
+            return channels
         raise ChannelClosed("; ".join(problems) or "no address given")
+
+    def _greet(self, wire: Wire, stream: StreamChannel, order: SendOrder) -> Channel:
+        stream.set_timeout(HANDSHAKE_TIMEOUT_S)
+        greet(stream, self._identity, self._checksum, order.target, order.target_incarnation)
+        channel = wire.upgrade(stream, dialled=True)
+        channel.set_timeout(None)
+        return channel
 
     def _accept(self, wire: Wire) -> None:
         while (stream := wire.accept()) is not None:

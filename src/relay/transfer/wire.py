@@ -20,6 +20,7 @@ from relay.transfer.stream import StreamChannel
 CONNECT_TIMEOUT_S = 3.0
 USER_TIMEOUT_MS = 3000
 BACKLOG = 64
+TCP_CONNECTIONS = 3  # one for control frames, two for KV: one stream uses one core at each end
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 
@@ -29,6 +30,7 @@ class Wire(Protocol):
 
     scheme: str
     address: str
+    connections: int  # of a pair; with several, the first carries no KV
 
     def reaches(self, address: str) -> bool:
         """Whether ``dial`` may be tried for this address."""
@@ -78,7 +80,8 @@ class TcpWire:
 
     scheme = "tcp"
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, connections: int = TCP_CONNECTIONS) -> None:
+        self.connections = connections
         try:
             listener = socket.create_server((host, port), backlog=BACKLOG)
         except OSError as error:
@@ -138,6 +141,7 @@ class ShmWire:
     """
 
     scheme = "shm"
+    connections = 1  # a handoff waits for one ring at most, about a millisecond
 
     def __init__(self, host_identity: str) -> None:
         self._host = host_identity

@@ -13,7 +13,7 @@ from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.host import host_identity
 from relay.worker.last_word import last_word
 from relay.worker.spec import WorkerSpec
-from relay.worker.status_page import StatusPage, manifest_for
+from relay.worker.status_page import StatusPage, manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
 
 KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
@@ -45,11 +45,11 @@ class AgentLoop:
             self._kill()
         status, number = self._reap()
         rows = self._page.manifest()
-        for index, link in enumerate(self._links):
-            message = EngineExited(status, number, *manifest_for(rows, index))
+        message = EngineExited(status, number, *manifest_of(rows))
+        for link in self._links:
             self._say_exited(link, message)
-            if message.manifest and not lost and number not in KILL_SIGNALS:
-                print(last_word(index, message), flush=True)
+        if message.manifest and not lost and number not in KILL_SIGNALS:
+            print(last_word(message), flush=True)
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
@@ -109,8 +109,8 @@ class AgentLoop:
         state = engine_state(self._engine)
         age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
         rows = self._page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
-        for index, link in enumerate(self._links):
-            link.send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, index)))
+        for link in self._links:
+            link.send(Heartbeat(step, phase, age_ms, state, *manifest_of(rows)))
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminations += 1

@@ -24,6 +24,7 @@ def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
     from relay.kernels.cpu.crc32c import crc32c as instruction
 
     if spec.backend == "cuda":
+        instruction(b"")  # C kernels that are not built are found now and not by the first transfer
         return _cuda(spec), instruction
     from relay.kernels.cpu.backend import CpuBackend
 

@@ -1,7 +1,7 @@
 """The engine process: ``python -m relay.worker.engine_process --spec FILE_OR_JSON [--agent-pid N --status PATH]``.
 
-Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 8 when a gateway is lost,
-with an error's own code when it could not start.
+Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 8 when every gateway is
+lost, with an error's own code when it could not start.
 """
 
 import argparse
@@ -11,11 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
+
 from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
 from relay.worker.host import die_with_parent, host_identity
 from relay.worker.spec import WorkerSpec, decode_spec
-from relay.worker.status_page import StatusPage
+from relay.worker.status_page import Phase, StatusPage
 
 SWITCH_INTERVAL_S = 0.0005  # a step between two C calls must not wait 5 ms for the core thread
 
@@ -71,17 +73,28 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     page.set_phase("loading", clock.now_ns())
     from relay.worker.assembly import assemble
 
-    engine = assemble(spec, lambda phase: page.set_phase(phase, clock.now_ns()))
+    began_ns = clock.now_ns()
+    phases = {"loading": 0.0}
+
+    def announce(phase: Phase) -> None:
+        phases[phase] = (clock.now_ns() - began_ns) / 1e9
+        page.set_phase(phase, clock.now_ns())
+
+    engine = assemble(spec, announce)
     if engine.overlapped:
         declare_compiling(page, clock)
+        starts = ", ".join(f"{phase} from {seconds:.1f} s" for phase, seconds in phases.items())
+        ready_s = (clock.now_ns() - began_ns) / 1e9
+        print(f"{engine.limits.num_blocks} KV blocks; ready in {ready_s:.1f} s ({starts})", file=sys.stderr, flush=True)
     from relay.protocol.messages import GatewayToEngine, Hello
     from relay.transfer.transport import WiredTransport
     from relay.transfer.wire import open_wires
-    from relay.worker.control_link import ControlLink, LinkLost
+    from relay.worker.control_link import LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.engine_shell import EngineShell
     from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
+    from relay.worker.gateway_links import GatewayLinks
     from relay.worker.inbox import Inbox
     from relay.worker.record import Recorder, WorkerSettings
     from relay.worker.step_thread import StepThread
@@ -95,7 +108,9 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         checksum=engine.checksum,
         clock=clock,
     )
-    config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
+    config = WorkerConfig(
+        drain_timeout_ns=int(spec.drain_timeout_s * 1e9), orphan_hold_ns=int(spec.orphan_hold_s * 1e9)
+    )
     digest_kv: DigestKv = engine.runner.kv_digests
     recorder = None
     if spec.record:
@@ -124,10 +139,13 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=engine.limits.max_num_seqs,
     )
+
+    def say_hello() -> Hello:
+        return msgspec.structs.replace(hello, orphans=core.orphans.keys())
+
+    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock, again=spec.orphan_hold_s > 0)
     try:
-        links = [ControlLink(address, GatewayToEngine) for address in spec.gateways]
-        for link in links:
-            link.send(hello)
+        links.dial_first()
     except LinkLost as error:
         raise StartupError(str(error)) from error
     page.set_phase("ready", clock.now_ns())

@@ -16,7 +16,7 @@ from relay.record.replay import Player
 from relay.record.writer import MAX_BYTES, Writer
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.entries import DigestKv
-from relay.worker.events import Event, StepFinished, TimerFired
+from relay.worker.events import Event, OrderReceived, StepFinished, TimerFired
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class WorkerPlayer(Player):
         commands = core.advance(now_ns) if isinstance(event, Advanced) else core.handle(event, now_ns)
         if frame.name not in _ROUTINE:
             names = ", ".join([type(command).__name__ for command in commands]) or "nothing"
-            self._lines.append(f"{frame.now_ns / 1e9:.6f} s {event} → {names}")
+            self._lines.append(f"{frame.now_ns / 1e9:.6f} s {_brief(event)} → {names}")
         return commands
 
     def stories(self) -> list[str]:
@@ -92,3 +92,13 @@ class WorkerPlayer(Player):
         if not self._answers:
             raise BadRecording("the core asks for KV digests where the recorded one did not")
         return msgspec.msgpack.decode(self._answers.pop(0), type=list[bytes])
+
+
+def _brief(event: object) -> str:
+    """One line without tokens."""
+    if not isinstance(event, OrderReceived):
+        return str(event)
+    order = event.order
+    work = getattr(order, "work", order)
+    names = [str(getattr(work, name)) for name in ("request", "choice", "attempt") if hasattr(work, name)]
+    return f"{type(order).__name__} {'.'.join(names)}"

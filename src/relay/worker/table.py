@@ -9,7 +9,7 @@ from relay.worker.status_page import ManifestRow
 
 
 class HeldTable:
-    """At most one attempt of a choice is held at a time. Keys are those of one gateway: two gateways' would collide."""
+    """At most one attempt of a choice is held at a time. ``by_key``: by the scheduler's key; ``attempt``: by the owner's name."""
 
     def __init__(self) -> None:
         self.by_key: dict[SequenceKey, Held] = {}
@@ -23,17 +23,25 @@ class HeldTable:
     def add(self, held: Held) -> None:
         key = held.key
         self.by_key[key] = held
-        self._attempts[key.request, key.choice] = key
+        self._attempts[held.name.request, held.name.choice] = key
         if held.transfer is not None:
             self.by_transfer[held.transfer] = held
 
     def remove(self, held: Held) -> None:
         key = held.key
         del self.by_key[key]
-        del self._attempts[key.request, key.choice]
+        del self._attempts[held.name.request, held.name.choice]
         self.end_transfer(held)
         if held.slot is not None and self.by_slot.get(held.slot) is held:
             del self.by_slot[held.slot]
+
+    def rename(self, held: Held, name: SequenceKey, gateway: int) -> None:
+        """``held`` has a new owner, which calls it ``name``. No other sequence of that choice may be held."""
+        other = self._attempts.pop((held.name.request, held.name.choice))
+        assert other == held.key
+        held.name, held.gateway = name, gateway
+        assert (name.request, name.choice) not in self._attempts
+        self._attempts[name.request, name.choice] = held.key
 
     def end_transfer(self, held: Held) -> None:
         """The transfer is over; the sequence stays."""
@@ -50,13 +58,12 @@ class HeldTable:
         """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""
         by_key = self.by_key
         keys = [key_of_slot(row.slot) for row in plan.rows]
-        return [
-            ManifestRow(by_key[key].gateway, *key, row.start + row.count)
-            for key, row in zip(keys, plan.rows, strict=True)
-        ]
+        return [ManifestRow(*by_key[key].name, row.start + row.count) for key, row in zip(keys, plan.rows, strict=True)]
 
     def check(self) -> None:
         """Assert that the indexes agree."""
         assert len(self._attempts) == len(self.by_key)
+        for held in self.by_key.values():
+            assert self.attempt(held.name.request, held.name.choice) is held, f"{held.name} is not found by its name"
         for held in [*self.by_transfer.values(), *self.by_slot.values()]:
             assert self.by_key.get(held.key) is held, f"{held.key} is indexed and not held"

@@ -17,14 +17,14 @@ from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda import linear_choice
 from relay.kernels.cuda.attention_prefill import tile_rows_for
 from relay.kernels.cuda.canon import gpu_parts
-from relay.kernels.cuda.draws import Draw, Draws
+from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
+from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
-from relay.kernels.cuda.sampler import FLAGS, SamplerScratch, SamplerTables, has_limits, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
@@ -32,7 +32,6 @@ from relay.kernels.cuda.weights import Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
-from relay.kernels.sampler import InvalidLogits, SlotState, draw
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
@@ -62,15 +61,15 @@ class CudaBackend:
         self._progress = progress
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
-        self._tables = SamplerTables(max_rows + 1, device)
-        self._device.last_tokens = self._tables.last_tokens
-        self._slots: dict[int, SlotState] = {}
         self._staging = Staging(device)
+        self._tables = new_tables(max_rows, device, self._staging)
+        self._device.last_tokens = self._tables.last_tokens
         self._graphs = DecodeGraphs(self, max_rows) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
         self._capacity = 0
         self._step: Step | None = None
+        self._mode: Mode = PLAIN
         self._replayed = False
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -111,8 +110,7 @@ class CudaBackend:
             check_draws(device.name)
         self._stream.synchronize()
         self._launches: list[Launch] = compile_ops(program, device)
-        self._scratch = SamplerScratch(self._max_rows, program.geometry.vocab, device.name)
-        self._drawn = torch.zeros(self._max_rows, 2, dtype=torch.int32, device=device.name)
+        self._sampler = Sampler(self._max_rows, program.geometry.vocab, device.name, self._tables)
 
     @device_errors()
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
@@ -173,9 +171,8 @@ class CudaBackend:
     def run(self, start: int, stop: int, batch: Batch) -> None:
         with torch.cuda.stream(self._stream):
             if start == 0:
-                for pending in self._draws.waiting():
-                    if pending.on_host:
-                        self._resolve(pending)  # its token must be on the device before this step may read it
+                self._tables.flush()
+                self._mode = self._sampler.mode(batch)
                 self._begin(batch, whole=stop == len(self._launches))
             assert self._step is not None
             if not self._replayed:
@@ -190,7 +187,7 @@ class CudaBackend:
         shape = shape_of(batch, self._group, self._tile_rows)
         self._replayed = False
         if whole and self._graphs is not None and shape.only_decode and len(batch.sampled_rows) == len(shape.counts):
-            step = self._graphs.replay(batch, shape)
+            step = self._graphs.replay(batch, shape, draw=self._mode == PLAIN)
             if step is not None:
                 self._step, self._replayed = step, True
                 return
@@ -219,27 +216,15 @@ class CudaBackend:
         device.product = torch.zeros(capacity, g.hidden, dtype=torch.bfloat16, device=device.name)
         self._capacity = capacity
 
-    def launch_all(self, step: Step, limits: bool) -> None:
-        """Every op and the sampler, on the current stream: what a graph captures."""
+    def launch_all(self, step: Step, draw: bool) -> None:
+        """Every op and, if ``draw``, the plain sampler, on the current stream: what a graph captures."""
         for launch in self._launches:
             launch(step)
-        self._launch_sampler(step, limits)
+        if draw:
+            self._sampler.draw(self._logits(step.sampled), step, PLAIN)
 
-    def limited(self, batch: Batch) -> bool:
-        """Whether a sampled row has top-k or top-p."""
-        return any(has_limits(self._slots[int(slot)].params) for slot in batch.slots[batch.sampled_rows])
-
-    def _launch_sampler(self, step: Step, limits: bool) -> None:
-        sample_rows(
-            self._device.buffers[Buffer.L][: step.sampled],
-            step.positions,
-            step.sampled_tokens,
-            step.sampled_slots,
-            self._tables,
-            self._scratch,
-            self._drawn,
-            limits,
-        )
+    def _logits(self, sampled: int) -> torch.Tensor:
+        return self._device.buffers[Buffer.L][:sampled]
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -249,45 +234,21 @@ class CudaBackend:
     ) -> None:
         if not 0 <= slot < self._max_rows:
             raise UsageError(f"slot {slot}, but the backend was made for {self._max_rows} rows")
-        state = SlotState(params, choice, prompt_ids, output_ids)
-        self._slots[slot] = state
         with torch.cuda.stream(self._stream):
-            self._tables.set(slot, params, choice, state.last_token)
+            self._sampler.bind(slot, params, choice, prompt_ids, output_ids)
 
     def release_slot(self, slot: int) -> None:
-        self._slots.pop(slot, None)
+        self._sampler.release(slot)
 
     def _queue_draw(self, batch: Batch, step: Step) -> None:
-        """Draw on the device and queue the copy of tokens (and of logits that the host needs) to the host."""
-        if not self._replayed and len(batch.sampled_rows):
-            self._launch_sampler(step, self.limited(batch))
-        slots = [int(slot) for slot in batch.slots[batch.sampled_rows]]
-        states = [self._slots[slot] for slot in slots]
-        on_host = any(_needs_host(state) for state in states)
-        logits = self._device.buffers[Buffer.L][: len(slots)]
-        kept = logits.clone() if on_host or batch.capture_logits else None
-        self._draws.queue(batch, slots, states, self._drawn, on_host, kept)
-
-    def _resolve(self, pending: Draw) -> None:
-        """Wait for a draw; draw on the host what the device could not, and give it the token."""
-        if pending.tokens is not None:
-            return
-        pending.event.synchronize()
-        tokens: list[SampledToken] = []
-        for row, (state, (token, flags)) in enumerate(zip(pending.states, pending.host.tolist(), strict=True)):
-            if not _needs_host(state):
-                if flags:
-                    raise InvalidLogits(row, FLAGS[flags & 3])
-                tokens.append(SampledToken(token))
-                continue
-            assert pending.logits is not None
-            with torch.cuda.stream(self._stream):
-                sampled = draw(pending.logits[row].float().cpu().numpy(), state, row)
-                self._tables.last_tokens[pending.slots[row]] = sampled.token_id
-            tokens.append(sampled)
-        pending.tokens = tokens
-        for state, sampled in zip(pending.states, tokens, strict=True):
-            state.push(sampled.token_id)
+        """Draw on the device and queue the copy of what was drawn (and of logits that the caller wants) to the host."""
+        rows = len(batch.sampled_rows)
+        details = None
+        if rows and not (self._replayed and self._mode == PLAIN):
+            details = self._sampler.draw(self._logits(step.sampled), step, self._mode)
+        kept = self._logits(rows).clone() if batch.capture_logits else None
+        logprobs = self._sampler.logprobs_of(batch.slots[batch.sampled_rows].tolist())
+        self._draws.queue(batch, logprobs, self._sampler.drawn, details[:rows] if details is not None else None, kept)
 
     def ended(self, batch: Batch) -> bool:
         """Whether everything queued for ``batch`` is done. The draw of a batch without sampled rows ends with this."""
@@ -295,17 +256,14 @@ class CudaBackend:
 
     @device_errors()
     def sample(self, batch: Batch) -> list[SampledToken]:
-        """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``); then no slot's host state has moved on."""
+        """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``)."""
         pending = self._draws.take(batch)
-        self._resolve(pending)
-        assert pending.tokens is not None
-        if batch.capture_logits:
-            assert pending.logits is not None
+        tokens = pending.tokens()
+        self._captured = None
+        if pending.logits is not None:
             with torch.cuda.stream(self._stream):
                 self._captured = pending.logits.float().cpu().numpy()
-        else:
-            self._captured = None
-        return pending.tokens
+        return tokens
 
     def logits(self) -> np.ndarray:
         if self._captured is None:
@@ -348,17 +306,8 @@ class CudaBackend:
         self._stream.synchronize()
         if self._graphs is not None:
             self._graphs.forget()
-        self._slots.clear()
         self._device.buffers.clear()
         self._device.scratch.clear()
         self._device.matrices.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
-
-
-def _needs_host(state: SlotState) -> bool:
-    """Whether a draw needs counts, masks or log-probabilities."""
-    p = state.params
-    return bool(
-        p.logprobs is not None or p.has_penalties or len(state.bias_ids) or (state.masking and len(state.masked_ids))
-    )

@@ -1,4 +1,7 @@
-"""Decode steps as CUDA graphs: one a (batch size, splits, whether rows have top-k or top-p), captured on first use or before."""
+"""Decode steps as CUDA graphs: one a (batch size, splits, whether it draws itself), captured on first use or before.
+
+The graphs that draw serve steps of plain rows; other steps replay one that ends with the logits and launch their sampler.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,16 +44,16 @@ class DecodeGraphs:
         splits = 1
         while splits <= split_count(longest):
             for size in self._sizes:
-                for limits in (False, True):
-                    self._get(size, splits, limits)
+                for draw in (False, True):
+                    self._get(size, splits, draw)
             splits *= 2
 
-    def replay(self, batch: Batch, shape: Shape) -> Step | None:
+    def replay(self, batch: Batch, shape: Shape, draw: bool) -> Step | None:
         """Run the step from its graph on the current stream; None where no size holds it."""
         size = next((size for size in self._sizes if size >= len(shape.counts)), None)
         if size is None:
             return None
-        captured = self._get(size, split_count(shape.longest), self._backend.limited(batch))
+        captured = self._get(size, split_count(shape.longest), draw)
         backend = self._backend
         packed, slot = backend._staging.host(captured.layout.words)
         fill(captured.layout, packed, batch, shape, backend._max_rows)
@@ -58,12 +61,12 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.step
 
-    def _get(self, size: int, splits: int, limits: bool) -> _Captured:
-        if (size, splits, limits) not in self._graphs:
-            self._graphs[size, splits, limits] = self._capture(size, splits, limits)
-        return self._graphs[size, splits, limits]
+    def _get(self, size: int, splits: int, draw: bool) -> _Captured:
+        if (size, splits, draw) not in self._graphs:
+            self._graphs[size, splits, draw] = self._capture(size, splits, draw)
+        return self._graphs[size, splits, draw]
 
-    def _capture(self, size: int, splits: int, limits: bool) -> _Captured:
+    def _capture(self, size: int, splits: int, draw: bool) -> _Captured:
         backend = self._backend
         backend.reserve(size, size)
         layout = Layout(size, size, max(1, splits * 512 // backend._block_size), size, size, 0, splits)
@@ -71,11 +74,11 @@ class DecodeGraphs:
         step = layout.views(buffer)
         step.positions.fill_(-1)  # padding only: the run before the capture writes no cache
         step.sampled_slots.fill_(backend._max_rows)
-        backend.launch_all(step, limits)  # compiles what is not compiled yet
+        backend.launch_all(step, draw)  # compiles what is not compiled yet
         backend._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=backend._stream):
-            backend.launch_all(step, limits)
+            backend.launch_all(step, draw)
         if self._pool is None:
             self._pool = graph.pool()
         return _Captured(layout, buffer, step, graph)

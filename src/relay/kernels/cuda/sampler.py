@@ -1,6 +1,5 @@
-"""Drawing tokens on the device: ``relay.kernels.sampler.draw`` for rows without penalties, bias, mask or log-probabilities.
-
-Rows that need those are drawn by that function itself, on the host.
+"""Drawing tokens on the device: ``relay.kernels.sampler.draw`` for steps without penalties, bias or mask (``sampler_wide.py`` has
+those).
 
 IEEE fp64, each operation rounded by itself (contraction is off), the polynomials of ``sampler_math``. Three kernels: the largest
 logit of each chunk of the vocabulary, the best score (value / temperature + Gumbel noise) of each chunk, the choice among chunks.
@@ -14,14 +13,18 @@ import triton.language as tl
 from relay.kernels import sampler_math as sm
 from relay.kernels.cuda.launch import launch_options, pdl_enabled, pdl_start
 from relay.kernels.cuda.sampler_limits import KEYS, find_limits, key_of
-from relay.protocol.sampling import SamplingParams
+from relay.kernels.cuda.sampler_tables import SamplerTables
 
 CHUNK = 2048
-FLAGS = {
-    1: "a logit is NaN or +inf",
-    2: "no token is left to draw, or a logit overflowed when divided by the temperature",
-    3: "a logit is NaN or +inf",
-}
+
+
+def reason_of(flags: int) -> str:
+    """Why a flagged row has no token."""
+    if flags & 1:
+        return "a logit is NaN or +inf"
+    if flags & 4:
+        return "a logit overflowed when penalties and bias were applied"
+    return "no token is left to draw, or a logit overflowed when divided by the temperature"
 
 
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(value) for value in sm.LOG_COEFFICIENTS)
@@ -72,6 +75,18 @@ def _philox_word(token, position, choice, low, high):
 
 
 @triton.jit
+def gumbel_noise(v, positions, tokens, choices, seeds, row, slot):
+    """fp64 noise of vocabulary ids ``v`` for the token that ``row`` draws."""
+    position = (tl.load(positions + tl.load(tokens + row).to(tl.int64)) + 1).to(tl.uint32)
+    choice = tl.load(choices + slot).to(tl.uint32, bitcast=True)
+    low = tl.load(seeds + slot * 2).to(tl.uint32, bitcast=True)
+    high = tl.load(seeds + slot * 2 + 1).to(tl.uint32, bitcast=True)
+    word = _philox_word(v.to(tl.uint32), position, choice, low, high)
+    u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -_log(-_log(u))
+
+
+@triton.jit
 def top_kernel(logits, tops, ids, flags, vocab, CHUNKS, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Largest logit (fp32) and its lowest id of chunk program_id(1) of row program_id(0); flags NaN and +inf."""
     row = tl.program_id(0).to(tl.int64)
@@ -99,19 +114,13 @@ def noise_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(temperatures + slot)
     if temperature >= 1e-5:
-        position = (tl.load(positions + tl.load(tokens + row).to(tl.int64)) + 1).to(tl.uint32)
-        choice = tl.load(choices + slot).to(tl.uint32, bitcast=True)
-        low = tl.load(seeds + slot * 2).to(tl.uint32, bitcast=True)
-        high = tl.load(seeds + slot * 2 + 1).to(tl.uint32, bitcast=True)
         c = tl.arange(0, COUNT)
         top = tl.max(tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf")), 0)
         floor = top.to(tl.float64) / temperature + tl.load(log_min_ps + slot)
         v = chunk * CHUNK + tl.arange(0, CHUNK)
         raw = tl.load(logits + row * vocab + v, mask=v < vocab, other=float("-inf"))
         scaled = raw.to(tl.float64) / temperature
-        word = _philox_word(v.to(tl.uint32), position, choice, low, high)
-        u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-        noise = -_log(-_log(u))
+        noise = gumbel_noise(v, positions, tokens, choices, seeds, row, slot)
         keep = (scaled >= floor) & (scaled > float("-inf")) & (v < vocab)
         if LIMITS:
             key = key_of(raw)
@@ -153,40 +162,6 @@ def pick_kernel(
     tl.store(last_tokens + slot, token)
 
 
-class SamplerTables:
-    """Per-slot parameters on the device, int32 and fp64, as the kernels read them."""
-
-    def __init__(self, slots: int, device: str) -> None:
-        self.temperatures = torch.zeros(slots, dtype=torch.float64, device=device)
-        self.log_min_ps = torch.full((slots,), float("-inf"), dtype=torch.float64, device=device)
-        self.seeds = torch.zeros(slots, 2, dtype=torch.int32, device=device)
-        self.choices = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.top_ks = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.top_ps = torch.ones(slots, dtype=torch.float64, device=device)
-        self.last_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
-
-    def set(self, slot: int, params: SamplingParams, choice: int, last_token: int) -> None:
-        """Parameters of one slot."""
-        self.temperatures[slot] = params.temperature
-        self.log_min_ps[slot] = sm.log_of(params.min_p) if params.min_p > 0 else float("-inf")
-        words = [_signed(params.seed & 0xFFFFFFFF), _signed(params.seed >> 32)]
-        self.seeds[slot] = torch.tensor(words, dtype=torch.int32)
-        self.choices[slot] = _signed(choice)
-        self.top_ks[slot] = min(params.top_k, (1 << 31) - 1)
-        self.top_ps[slot] = params.top_p
-        self.last_tokens[slot] = last_token
-
-
-def has_limits(params: SamplingParams) -> bool:
-    """Whether top-k or top-p can leave tokens out."""
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1)
-
-
-def _signed(word: int) -> int:
-    """A 32-bit word as int32 holds it."""
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
 class SamplerScratch:
     """Partial results of ``rows`` rows over the chunks of a vocabulary."""
 
@@ -198,6 +173,34 @@ class SamplerScratch:
         self.ids, self.score_ids, self.flags = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(3))
         self.counts = torch.zeros(rows, KEYS, dtype=torch.int32, device=device)
         self.limits = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+
+
+def find_tops(logits: torch.Tensor, scratch: SamplerScratch) -> None:
+    """Largest raw logit, its lowest id and flags of each chunk of each row of ``logits``, into ``scratch``."""
+    rows, vocab = logits.shape
+    pdl = pdl_enabled()
+    top_kernel[(rows, scratch.chunks)](
+        logits, scratch.tops, scratch.ids, scratch.flags, vocab, scratch.chunks, CHUNK=CHUNK, PDL=pdl,
+        **launch_options(pdl),
+    )  # fmt: skip
+
+
+def pick(
+    tops: torch.Tensor,
+    ids: torch.Tensor,
+    slots: torch.Tensor,
+    tables: SamplerTables,
+    scratch: SamplerScratch,
+    drawn: torch.Tensor,
+    vocab: int,
+) -> None:
+    """Choose among chunks by ``tops`` (fp32 or fp64 [rows, chunks]) and their ``ids``; flags and scores are in ``scratch``."""
+    pdl = pdl_enabled()
+    pick_kernel[(len(slots),)](
+        tops, ids, scratch.flags, scratch.scores, scratch.score_ids, slots, tables.temperatures,
+        tables.last_tokens, drawn, vocab, scratch.chunks,
+        COUNT=triton.next_power_of_2(scratch.chunks), PDL=pdl, **launch_options(pdl),
+    )  # fmt: skip
 
 
 def sample_rows(
@@ -217,47 +220,14 @@ def sample_rows(
     """
     rows, vocab = logits.shape
     pdl = pdl_enabled()
-    options = launch_options(pdl)
-    chunks, count = scratch.chunks, triton.next_power_of_2(scratch.chunks)
-    grid = (rows, chunks)
-    top_kernel[grid](logits, scratch.tops, scratch.ids, scratch.flags, vocab, chunks, CHUNK=CHUNK, PDL=pdl, **options)
+    chunks = scratch.chunks
+    find_tops(logits, scratch)
     if limits:
         parameters = (tables.temperatures, tables.log_min_ps, tables.top_ks, tables.top_ps)
         find_limits(logits, scratch.tops, slots, parameters, scratch.counts, scratch.limits)
-    noise_kernel[grid](
-        logits,
-        scratch.tops,
-        scratch.scores,
-        scratch.score_ids,
-        positions,
-        tokens,
-        slots,
-        tables.temperatures,
-        tables.log_min_ps,
-        tables.seeds,
-        tables.choices,
-        scratch.limits,
-        vocab,
-        chunks,
-        CHUNK=CHUNK,
-        COUNT=count,
-        LIMITS=limits,
-        PDL=pdl,
-        **options,
-    )
-    pick_kernel[(rows,)](
-        scratch.tops,
-        scratch.ids,
-        scratch.flags,
-        scratch.scores,
-        scratch.score_ids,
-        slots,
-        tables.temperatures,
-        tables.last_tokens,
-        drawn,
-        vocab,
-        chunks,
-        COUNT=count,
-        PDL=pdl,
-        **options,
-    )
+    noise_kernel[(rows, chunks)](
+        logits, scratch.tops, scratch.scores, scratch.score_ids, positions, tokens, slots, tables.temperatures,
+        tables.log_min_ps, tables.seeds, tables.choices, scratch.limits, vocab, chunks,
+        CHUNK=CHUNK, COUNT=triton.next_power_of_2(chunks), LIMITS=limits, PDL=pdl, **launch_options(pdl),
+    )  # fmt: skip
+    pick(scratch.tops, scratch.ids, slots, tables, scratch, drawn, vocab)

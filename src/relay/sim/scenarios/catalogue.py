@@ -3,12 +3,13 @@
 from relay.errors import UsageError
 from relay.sim.run import Run, run_tape
 from relay.sim.scenarios.clients import SCENARIOS as CLIENTS
+from relay.sim.scenarios.grey import SCENARIOS as GREY
 from relay.sim.scenarios.membership import SCENARIOS as MEMBERSHIP
 from relay.sim.scenarios.stage import Scenario
 from relay.sim.scenarios.transfers import SCENARIOS as TRANSFERS
 from relay.sim.tape import Tape
 
-SCENARIOS: tuple[Scenario, ...] = CLIENTS + MEMBERSHIP + TRANSFERS
+SCENARIOS: tuple[Scenario, ...] = CLIENTS + MEMBERSHIP + GREY + TRANSFERS
 
 
 def by_name(name: str) -> Scenario:
@@ -20,5 +21,5 @@ def by_name(name: str) -> Scenario:
     return found
 
 
-def run_scenario(scenario: Scenario, seed: int) -> Run:
-    return run_tape(Tape(seed), scenario)
+def run_scenario(scenario: Scenario, seed: int, *, story: bool = False) -> Run:
+    return run_tape(Tape(seed), scenario, story=story)

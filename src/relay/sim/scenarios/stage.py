@@ -143,12 +143,20 @@ class Stage:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: int = 40, max_tokens: int = 8, *, salt: int = 0, shared: int = 0, n: int = 1, poison: bool = False
+        self,
+        prompt: int = 40,
+        max_tokens: int = 8,
+        *,
+        salt: int = 0,
+        shared: int = 0,
+        n: int = 1,
+        logprobs: int | None = None,
+        poison: bool = False,
     ) -> Client:
         """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own."""
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
         token_ids = [*STEM[:shared], *own]
-        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt), n)
+        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -163,6 +171,10 @@ class Stage:
         """The live attempt of its first choice that was opened first."""
         choice = self.choice(client)
         return choice.attempts[0] if choice and choice.attempts else None
+
+    def live(self, client: Client) -> list[Attempt]:
+        choice = self.choice(client)
+        return list(choice.attempts) if choice else []
 
     def waits(self, client: Client) -> bool:
         choice = self.choice(client)
