@@ -6,7 +6,10 @@ EXTRAS ?= dev
 # Arguments for `relay serve`, for example: make serve ARGS="--prefill 0 --decode 2"
 ARGS ?=
 
-.PHONY: serve test check lint types contract verify bench tables clean
+# Arguments for `relay chaos`
+CHAOS ?= --requests 170 --faults 66 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3
+
+.PHONY: serve test check lint types contract verify sim chaos bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
@@ -28,6 +31,17 @@ contract: $(VENV)/.$(EXTRAS)
 
 verify: $(VENV)/.base
 	$(BIN)/relay verify
+
+# A long simulation: 2,000 seeds, then directed runs until every fault has struck in every moment. About a quarter of an hour on two cores.
+SEEDS ?= 2000
+sim: $(VENV)/.base
+	$(BIN)/relay sim --seeds $(SEEDS) --json > benchmarks/results/cpu/sim.json; \
+	  status=$$?; cat benchmarks/results/cpu/sim.json; exit $$status
+
+# The full run of docs/failure-model.md, some 20 minutes. What passed is kept under build/chaos: an interrupted run goes on there.
+chaos: $(VENV)/.base
+	$(BIN)/relay chaos $(CHAOS) --keep build/chaos --output benchmarks/results/cpu/chaos.json
+	$(BIN)/python -m benchmarks.tables
 
 # The figures of docs/benchmarks.md; peers (transformers serve) are measured in the same run where installed.
 bench: $(VENV)/.$(EXTRAS)

@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/benchmarks.md from the JSON files under benchmarks/results/.
+"""Writes the figures of README.md, docs/benchmarks.md and docs/failure-model.md from the JSON files under benchmarks/results/.
 
     python -m benchmarks.tables            # rewrite what lies between the markers
     python -m benchmarks.tables --check    # exit 1 if a page is stale
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chaos_tables
 from benchmarks.goals import GOALS, SHAPES, Results
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ COMMANDS = {
     "gateway": "python -m benchmarks.gateway --json benchmarks/results/gateway.json",
     "gateway_core": "python -m benchmarks.gateway_core --json benchmarks/results/gateway_core.json",
     "api_hot_path": "python -m benchmarks.api_hot_path --json benchmarks/results/api_hot_path.json",
+    "chaos": "make chaos",
     "scheduler": "python -m benchmarks.scheduler --json benchmarks/results/scheduler.json",
     "correctness": "python -m benchmarks.correctness --json benchmarks/results/correctness.json",
 }
@@ -259,6 +261,18 @@ def sections(results: Results) -> dict[str, str]:
     }
 
 
+def chaos_sections(results: Results) -> dict[str, str]:
+    """The text between the markers of docs/failure-model.md."""
+    if "chaos" not in results:
+        return {"chaos": missing("chaos"), "chaos-moments": missing("chaos"), "chaos-resume": missing("chaos")}
+    chaos = results["chaos"]
+    return {
+        "chaos": f"{chaos_tables.summary(chaos, number)}\n\n{provenance(chaos)}",
+        "chaos-moments": chaos_tables.fault_table(chaos, table),
+        "chaos-resume": chaos_tables.resume_table(chaos, table, number),
+    }
+
+
 def readme_figures(results: Results) -> str:
     """The figures section of README.md."""
     lines = ["## Figures", ""]
@@ -304,18 +318,23 @@ def splice(text: str, begin: str, end: str, body: str) -> str:
 
 def pages(results: Results, root: Path = ROOT) -> dict[Path, str]:
     """What each page should hold."""
-    readme, docs = root / "README.md", root / "docs" / "benchmarks.md"
-    text = docs.read_text()
-    bodies = sections(results)
-    unknown = set(re.findall(r"<!-- table: (\S+) -->", text)) - set(bodies)
-    if unknown:
-        raise ValueError(f"{docs}: no table is named {', '.join(sorted(unknown))}")
-    for name, body in bodies.items():
-        text = splice(text, f"<!-- table: {name} -->", "<!-- /table -->", body)
+    readme, docs, model = root / "README.md", root / "docs" / "benchmarks.md", root / "docs" / "failure-model.md"
     return {
         readme: splice(readme.read_text(), "<!-- figures -->", "<!-- /figures -->", readme_figures(results)),
-        docs: text,
+        docs: fill(docs, sections(results)),
+        model: fill(model, chaos_sections(results)),
     }
+
+
+def fill(page: Path, bodies: dict[str, str]) -> str:
+    """``page`` with every table of ``bodies``. Raises ValueError if it has another, or not each of them once."""
+    text = page.read_text()
+    unknown = set(re.findall(r"<!-- table: (\S+) -->", text)) - set(bodies)
+    if unknown:
+        raise ValueError(f"{page}: no table is named {', '.join(sorted(unknown))}")
+    for name, body in bodies.items():
+        text = splice(text, f"<!-- table: {name} -->", "<!-- /table -->", body)
+    return text
 
 
 def main() -> None:

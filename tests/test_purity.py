@@ -11,28 +11,85 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "relay"
 
 PURE = [
-    "protocol",
+    "control/admission.py",
+    "control/attempts.py",
+    "control/blame.py",
+    "control/breaker.py",
+    "control/budget.py",
+    "control/commands.py",
+    "control/contract.py",
+    "control/core.py",
+    "control/detector.py",
+    "control/events.py",
+    "control/hedging.py",
+    "control/invariants.py",
+    "control/membership.py",
+    "control/placement.py",
+    "control/queue.py",
+    "control/report.py",
+    "control/requests.py",
+    "control/router.py",
+    "control/state.py",
+    "control/story.py",
+    "control/stream.py",
+    "control/transitions.py",
+    "control/workers.py",
     "engine/admission.py",
     "engine/block_pool.py",
     "engine/kv_space.py",
     "engine/limits.py",
-    "engine/roster.py",
-    "engine/slots.py",
-    "engine/step_builder.py",
     "engine/prefix_cache.py",
-    "engine/sequence.py",
+    "engine/roster.py",
     "engine/scheduler.py",
+    "engine/sequence.py",
+    "engine/slots.py",
     "engine/step.py",
+    "engine/step_builder.py",
+    "protocol",
+    "sim/agreement.py",
+    "sim/backend.py",
+    "sim/bounds.py",
+    "sim/checkers.py",
+    "sim/clients.py",
+    "sim/coverage.py",
+    "sim/director.py",
+    "sim/drains.py",
+    "sim/engine.py",
+    "sim/faults.py",
+    "sim/gateway.py",
+    "sim/judge.py",
+    "sim/kernel.py",
+    "sim/kv_link.py",
+    "sim/leaks.py",
+    "sim/moments.py",
+    "sim/network.py",
+    "sim/plan.py",
+    "sim/planted",
+    "sim/process.py",
+    "sim/scenarios/clients.py",
+    "sim/scenarios/grey.py",
+    "sim/scenarios/membership.py",
+    "sim/scenarios/stage.py",
+    "sim/scenarios/transfers.py",
+    "sim/strangers.py",
+    "sim/swarm.py",
+    "sim/worker.py",
+    "sim/workload.py",
+    "sim/world.py",
     "transfer/contract.py",
     "transfer/frame.py",
-    "transfer/sender.py",
     "transfer/receiver.py",
-    "worker/commands.py",
+    "transfer/ring.py",
+    "transfer/sender.py",
+    "transfer/watchdog.py",
     "worker/commands.py",
     "worker/core.py",
     "worker/entries.py",
     "worker/events.py",
     "worker/held.py",
+    "worker/kv_counters.py",
+    "worker/orders.py",
+    "worker/parking.py",
     "worker/report.py",
     "worker/table.py",
     "transfer/contract.py",
@@ -54,8 +111,15 @@ PURE = [
     "worker/entries.py",
     "worker/events.py",
     "worker/held.py",
+    "worker/kv_counters.py",
+    "worker/orders.py",
+    "worker/parking.py",
     "worker/report.py",
     "worker/table.py",
+    "control/attempts.py",
+    "control/breaker.py",
+    "control/budget.py",
+    "control/hedging.py",
     "control/contract.py",
     "control/core.py",
     "control/detector.py",
@@ -173,6 +237,78 @@ def test_the_lint_sees_hidden_order() -> None:
     assert unordered_iterations("def f(s: set[str]):\n return list(s)") == [2]
     assert unordered_iterations("x = hash(y)") == [1]
     assert unordered_iterations("def f(s: set[str]):\n return sorted(x for x in s), 1 in s, {x for x in s}") == []
+
+
+WHOLE = {"int", "round", "len", "ord"}  # calls that give an int whatever they take
+
+
+def _is_time(node: ast.expr) -> bool:
+    return _name(node).endswith("_ns")
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Whether the value is, or may be, a float: a literal, a quotient, seconds (``x_s``), or arithmetic with such."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, float)
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Div) or _is_float(node.left) or _is_float(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return _is_float(node.operand)
+    if isinstance(node, ast.IfExp):
+        return _is_float(node.body) or _is_float(node.orelse)
+    if isinstance(node, ast.BoolOp):
+        return any(_is_float(value) for value in node.values)
+    if isinstance(node, ast.Call):
+        name = _name(node.func)
+        return name not in WHOLE and (name == "float" or any(_is_float(argument) for argument in node.args))
+    return _name(node).endswith("_s") and not _is_time(node)
+
+
+def float_deadlines(source: str) -> list[int]:
+    """Lines where a time in nanoseconds (``x_ns``) is given, added to or compared with a float: rounding would decide."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.Call):
+            pairs = [(ast.Name(keyword.arg), keyword.value) for keyword in node.keywords if keyword.arg]
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            times = any(_is_time(part) for side in sides for part in ast.walk(side) if isinstance(part, ast.expr))
+            pairs = [(ast.Name("limit_ns"), side) for side in sides] if times else []
+        else:
+            continue
+        found += [node.lineno for target, value in pairs if _is_time(target) and _is_float(value)]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("path", pure_files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_pure_module_has_no_float_deadlines(path: Path) -> None:
+    assert float_deadlines(path.read_text()) == []
+
+
+def test_the_lint_sees_float_deadlines() -> None:
+    for line in (
+        "deadline_ns = now_ns + 1.5 * SECOND",
+        "self.at_ns = now_ns / 2",
+        "a.b_ns: int = config.wait_s * SECOND",
+        "f(at_ns=x / 2)",
+        "x_ns += timeout_s",
+        "late = now_ns - since_ns > config.wait_s * SECOND",
+        "x_ns = min(a_ns, 2.0)",
+        "x_ns = a_ns if b else 0.5",
+    ):
+        assert float_deadlines(line) == [1], line
+    for line in (
+        "deadline_ns = now_ns + int(config.wait_s * SECOND)",
+        "x_ns = now_ns // 2",
+        "seconds = (now_ns - since_ns) / SECOND",
+        "late = now_ns - since_ns > int(1.5 * SECOND)",
+        "age_s = now_ns / SECOND",
+    ):
+        assert float_deadlines(line) == [], line
 
 
 @pytest.mark.parametrize("path", pure_files(), ids=lambda p: str(p.relative_to(SOURCE)))

@@ -37,9 +37,41 @@ def test_another_result_makes_both_pages_stale(tmp_path: Path) -> None:
     copy_of_pages(tmp_path)
     before = tables.pages({"serve": serve_result(801.0)}, tmp_path)
     after = tables.pages({"serve": serve_result(802.0)}, tmp_path)
-    for path, text in before.items():
+    for name in ("README.md", "docs/benchmarks.md"):
+        text = before[tmp_path / name]
         assert "801" in text
-        assert text != after[path]
+        assert text != after[tmp_path / name]
+
+
+def chaos_result(different: int) -> dict[str, object]:
+    waits = {"n": 2, "p50": 640.25, "p99": 911.5}
+    cell = {"shape": "1P+2D", "seed": 1, "requests": 20, "identical": 20 - different, "failed": 0, "leaked": 0}
+    return {
+        "requests": 20,
+        "identical": 20 - different,
+        "different": different,
+        "failed": 0,
+        "leaked": 0,
+        "faults": {"kill_both": 3},
+        "signals": {"SIGKILL": 6},
+        "moments": {"kill_both": {"decoding": 4, "streaming": 1}},
+        "by_kind": {"kill_both": {"faults": 3, "resume_ms": waits, "detect_ms": waits}},
+        "calm": {"resumed_tokens_p50": 170.0, "reprefill_and_step_ms_p50": 212.0},
+        "cells": [cell],
+        "command": "relay chaos",
+        "commit": "0123abc",
+        "machine": "a processor, 2 cores",
+    }
+
+
+def test_the_failure_model_shows_what_chaos_reported(tmp_path: Path) -> None:
+    copy_of_pages(tmp_path)
+    page = tmp_path / "docs" / "failure-model.md"
+    text = tables.pages({"chaos": chaos_result(0)}, tmp_path)[page]
+    assert "20 answers identical to the calm run, 0 different" in text
+    assert "| kill both | 3 | – | – | – | 1 | – | 4 | – | – | – |" in text
+    assert "| kill both | 640 | 912 | 640 | 912 | 2 |" in text
+    assert text != tables.pages({"chaos": chaos_result(1)}, tmp_path)[page]
 
 
 def test_a_missing_result_names_its_command() -> None:

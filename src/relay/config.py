@@ -15,6 +15,8 @@ BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
+TransportName = Literal["auto", "tcp", "shm"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -75,11 +77,58 @@ class RetryConfig:
 
     max_failures: int = 8
     max_losses: int = 100  # workers killed under it, which is nobody's fault
-    max_blames: int = 3  # crashes of its own engine; the last one alone on a worker
+    max_blames: int = 3  # crashes and hangs of the engine that computed it; the last one in a step of its own
     max_transfer_failures: int = 2  # then one worker does both phases
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
     full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+    # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
+    budget_per_mille: int = 500  # earned of every accepted or committed token
+    budget_tokens_per_s: int = 2000
+    budget_burst_tokens: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        _check(
+            self.budget_per_mille >= 0 and self.budget_tokens_per_s >= 1 and self.budget_burst_tokens >= 1,
+            "the retry budget needs a positive rate and burst: without them resumed requests would wait for ever",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeConfig:
+    """Second attempts on mere suspicion. ``budget_per_mille`` 0 turns them off."""
+
+    budget_per_mille: int = 50  # extra tokens computed, of all accepted and committed ones
+    burst_tokens: int = 1 << 14  # saved up at most
+    slow_step_s: float = 2.0  # a step older than this, and
+    slow_factor: int = 8  # than so many usual ones, makes its worker doubted
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.budget_per_mille <= 1000, "the hedge budget must be 0 to 1000 per mille")
+        _check(
+            self.burst_tokens >= 1 and self.slow_step_s > 0 and self.slow_factor >= 1, "hedge bounds must be positive"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """When outcomes say that a worker or a link is better left alone, and how it comes back."""
+
+    window_s: float = 10.0
+    min_failures: int = 5
+    failure_per_mille: int = 500
+    open_s: float = 1.0  # doubled by every failure while half open
+    max_open_s: float = 8.0
+    slow_start_s: float = 5.0
+    slow_start_seqs: int = 2  # at once, at first
+
+    def __post_init__(self) -> None:
+        _check(self.min_failures >= 1 and 0 < self.failure_per_mille <= 1000, "breaker thresholds are out of range")
+        _check(
+            self.window_s > 0 and 0 < self.open_s <= self.max_open_s and self.slow_start_s > 0,
+            "breaker times must be positive, and open_s at most max_open_s",
+        )
+        _check(self.slow_start_seqs >= 1, "slow_start_seqs must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +152,8 @@ class ControlConfig:
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
+    hedge: HedgeConfig = field(default_factory=HedgeConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1
@@ -141,7 +192,9 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
+    transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
+    record: Path | None = None  # folder for recordings of the cores, see record/
     devices: tuple[str, ...] = ("cuda:0",)  # of the cuda backend; workers take them in turn
     gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
@@ -150,6 +203,7 @@ class WorkerConfig:
         _check(
             0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
         )
+        _check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
         _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         _check(
             self.kv_cache_dtype in KV_DTYPES,
@@ -241,11 +295,19 @@ class ServeConfig:
     cache_dir: Path | None = None
     log_level: str = "info"
     grace_s: float = 30.0
+    worker_port: int = 0  # of the listener that workers dial
+    worker_address: str | None = None  # what they dial instead, where something stands in between
+    perturb: tuple[str, ...] = ()  # "worker=kind" of ``kernels.perturbed``; "all" is every worker
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        _check(0 <= self.worker_port <= 65535, f"--worker-port must be between 0 and 65535, not {self.worker_port}")
+        _check(
+            self.worker_address is None or re.fullmatch(r"tcp://\S+:\d{1,5}", self.worker_address) is not None,
+            f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
+        )
         _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
         _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
@@ -256,6 +318,19 @@ class ServeConfig:
     def resolved_control(self) -> ControlConfig:
         """``control`` with the step deadline of the backend, unless another one was set."""
         return control_for(self.worker.backend, self.control)
+
+    @property
+    def perturbations(self) -> dict[str, str]:
+        """Worker id → what makes it wrong on purpose. Raises UsageError."""
+        ids = [worker for worker, _ in self.slots]
+        found: dict[str, str] = {}
+        for text in self.perturb:
+            worker, _, kind = text.partition("=")
+            _check(
+                worker in (*ids, "all") and kind != "", f"--perturb {text!r}: write WORKER=KIND, WORKER of {ids} or all"
+            )
+            found |= dict.fromkeys(ids if worker == "all" else [worker], kind)
+        return found
 
     @property
     def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:

@@ -103,6 +103,7 @@ class FakeGateway:
             if tokenizer.token_bytes(i).isascii() and len(tokenizer.token_bytes(i)) > 1
         ]
         self._high = {i for i in range(tokenizer.vocab_size) if not tokenizer.token_bytes(i).isascii()}
+        self.leaving: list[tuple[list[str], bool, bool]] = []
         self.cancelled: list[int] = []
         self.finished_choices: list[tuple[int, int]] = []
         self.submissions: list[Submission] = []
@@ -144,6 +145,10 @@ class FakeGateway:
     def finish_choice(self, request: int, choice: int) -> None:
         self.finished_choices.append((request, choice))
         self._running = [r for r in self._running if (r.request, r.choice) != (request, choice)]
+
+    def leave(self, workers, *, stay_out: bool = False, rolling: bool = False) -> str:
+        self.leaving.append((list(workers), stay_out, rolling))
+        return "nobody would serve" if "last" in workers else ""
 
     def ready(self) -> bool:
         return self.is_ready

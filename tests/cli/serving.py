@@ -120,6 +120,12 @@ class Serve:
     def worker(self, name: str) -> dict:
         return next(worker for worker in self.call("/status")[1]["workers"] if worker["id"] == name)
 
+    def metrics(self) -> dict[str, float]:
+        """Samples without a worker's labels, by name."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE_S) as response:
+            lines = [line.rpartition(" ") for line in response.read().decode().splitlines() if not line.startswith("#")]
+        return {name.partition("{")[0]: float(value) for name, _, value in lines if 'worker="' not in name}
+
     def wait_for(self, condition) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():

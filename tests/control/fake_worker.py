@@ -1,12 +1,14 @@
 """A pure model of a worker for tests of the gateway's core: tokens are a hash of everything before them."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import (
     Accept,
     Cancel,
+    ComputedRow,
     Drain,
     Hello,
     Load,
@@ -67,6 +69,20 @@ class FakeWorker:
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     prefills: dict[SequenceKey, Prefill] = field(default_factory=dict)
     draining: bool = False
+    numerics: str = "numerics"
+
+    def works(self) -> list[tuple[Work, int]]:
+        """(work, position after the next step's last) of everything that computes."""
+        found = [(s.work, s.work.num_prompt + len(s.tokens)) for s in self.sequences.values() if s.runnable]
+        return found + [(order.work, len(order.work.token_ids)) for order in self.prefills.values()]
+
+    def manifest(self, guilty: Callable[[Work], bool]) -> tuple[list[ComputedRow], bool]:
+        """The step that a row of a ``guilty`` work is in: alone if it is suspected, else with all others that are not."""
+        works = self.works()
+        alone = [row for row in works if row[0].solo_until >= row[1] and guilty(row[0])][:1]
+        rows = alone or [row for row in works if row[0].solo_until < row[1]]
+        named = [ComputedRow(work.request, work.choice, work.attempt, end) for work, end in rows]
+        return named, len({work.request for work, _ in rows}) == 1
 
     def hello(self, process: str) -> Hello:
         return Hello(
@@ -77,7 +93,7 @@ class FakeWorker:
             role=self.role,
             kv_addresses=[f"tcp://{self.key.worker}.{self.key.incarnation}:1"],
             model_digest="digest",
-            numerics_id="numerics",
+            numerics_id=self.numerics,
             kv_blocks=self.kv_blocks,
             block_size=self.block_size,
             max_model_len=512,
@@ -90,7 +106,10 @@ class FakeWorker:
         return sum(-(-(len(s.work.token_ids) + 8) // size) for s in self.sequences.values())
 
     def receive(self, message: Message) -> None:
-        if isinstance(message, Run):
+        if self.draining and isinstance(message, Run | Reserve | Prefill):
+            work = message.work
+            self.out.append(Refuse(work.request, work.choice, work.attempt, "draining"))
+        elif isinstance(message, Run):
             work = message.work
             generated = list(work.token_ids[work.num_prompt :])
             self.sequences[self._key(work)] = Sequence(work, generated, runnable=True)

@@ -12,5 +12,5 @@ def test_choices_that_ended_are_not_running() -> None:
     requests = world.core.status(0)["requests"]
     assert isinstance(requests, dict)
     assert requests["running"] + requests["waiting"] == 2
-    gauges = {name: value for name, labels, value in world.core.metrics() if not labels}
+    gauges = {name: value for name, labels, value in world.core.metrics(0) if not labels}
     assert gauges["relay_num_requests_running"] == requests["running"]

@@ -12,7 +12,7 @@ from relay.control.contract import ModelInfo, RequestFailure, Submission
 from relay.control.core import GatewayCore
 from relay.control.invariants import violations
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import EngineExited, Heartbeat, Message, SequenceFailed
+from relay.protocol.messages import Drained, EngineExited, Heartbeat, Message, SequenceFailed, Work
 from relay.protocol.sampling import SamplingParams
 
 MODEL = ModelInfo("fake", "digest", "numerics", 1000, 512, 0, (0,))
@@ -67,8 +67,9 @@ class World:
         self.gave_up: list[c.WorkerGaveUp] = []
         self.history: deque[e.WorkerMessage] = deque(maxlen=50)
         self.next_request = 1
+        self.numerics = "numerics"  # of what starts from now on
         self.silent: set[WorkerKey] = set()
-        self.crash_on: Callable[[FakeWorker], bool] | None = None
+        self.crash_on: Callable[[Work], bool] | None = None
         self.handle(e.Started())
 
     # --- the gateway ----------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class World:
     def _execute(self, command) -> None:
         match command:
             case c.LaunchWorker(worker, role):
-                fake = FakeWorker(worker, role, kv_blocks=self.kv_blocks)
+                fake = FakeWorker(worker, role, kv_blocks=self.kv_blocks, numerics=self.numerics)
                 self.workers[worker] = fake
                 fake.pending_hellos = ["agent", "engine"]
             case c.StopWorker(worker):
@@ -116,9 +117,11 @@ class World:
     # --- clients --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: list[int], max_tokens: int = 8, n: int = 1, seed: int = 1, **kwargs
+        self, prompt: list[int], max_tokens: int = 8, n: int = 1, seed: int = 1, min_tokens: int = 0, **kwargs
     ) -> RequestFailure | None:
-        submission = Submission(prompt, SamplingParams(max_tokens=max_tokens, seed=seed), n, **kwargs)
+        submission = Submission(
+            prompt, SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed), n, **kwargs
+        )
         request = self.next_request
         self.next_request += 1
         self.clients[request] = Client(submission)
@@ -144,6 +147,7 @@ class World:
         if worker is None or not worker.alive:
             return
         worker.alive = False
+        manifest = worker.manifest(self.crash_on or bool)
         worker.sequences.clear()
         worker.prefills.clear()
         self.handoffs = [h for h in self.handoffs if key not in h[:2]]
@@ -155,7 +159,7 @@ class World:
                     other.out.append(SequenceFailed(work.request, work.choice, work.attempt, "target lost", True))
         agent: list[e.Event] = [e.ConnectionLost(key, "agent", "EOF")]
         if signal != 9:
-            agent.insert(0, e.WorkerMessage(key, EngineExited(signal=signal)))
+            agent.insert(0, e.WorkerMessage(key, EngineExited(None, signal, *manifest)))
         engine: list[e.Event] = [e.ConnectionLost(key, "engine", "EOF")]
         self.endings[key] = (engine + agent if engine_first else agent + engine) + [e.LauncherExited(key, None, signal)]
 
@@ -173,6 +177,8 @@ class World:
                 found.append(("hear", lambda k=key: self._hear(k)))
             if worker.alive and any(s.runnable for s in worker.sequences.values()):
                 found.append(("step", lambda w=worker: self._step(w)))
+            if worker.alive and worker.draining and not worker.sequences and not worker.prefills and not worker.out:
+                found.append(("leave", lambda w=worker: self._leave(w)))
             if worker.alive and worker.prefills:
                 found.append(("prefill", lambda w=worker: self._prefill(w)))
             if key in self.endings and not worker.out:
@@ -233,7 +239,7 @@ class World:
     def _hear(self, key: WorkerKey) -> None:
         worker = self.workers[key]
         worker.receive(self.to_engine[key].popleft())
-        if self.crash_on is not None and self.crash_on(worker):
+        if self.crash_on is not None and any(self.crash_on(work) for work, _ in worker.works()):
             self.kill(key, 11)
 
     def _step(self, worker: FakeWorker) -> None:
@@ -252,6 +258,18 @@ class World:
     def _handoff(self) -> None:
         _, target, key, transfer = self.handoffs.pop(self.pick(len(self.handoffs)))
         self.workers[target].handoff(key, transfer)
+
+    def _leave(self, worker: FakeWorker) -> None:
+        """A drained worker ends by itself."""
+        worker.out.append(Drained())
+        worker.alive = False
+        key = worker.key
+        self.endings[key] = [
+            e.ConnectionLost(key, "engine", "EOF"),
+            e.WorkerMessage(key, EngineExited(status=0)),
+            e.ConnectionLost(key, "agent", "EOF"),
+            e.LauncherExited(key, status=0),
+        ]
 
     def _end(self, key: WorkerKey) -> None:
         events = self.endings[key]

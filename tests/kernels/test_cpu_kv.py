@@ -16,8 +16,8 @@ from relay.kernels.weights import Encoding
 WEIGHTS = model_weights(Encoding.F32)
 
 
-def slow_crc32c(data: bytes) -> int:
-    state = 0xFFFFFFFF
+def slow_crc32c(data: bytes, start: int = 0) -> int:
+    state = start ^ 0xFFFFFFFF
     for byte in data:
         state ^= byte
         for _ in range(8):
@@ -40,6 +40,16 @@ def test_crc32c_of_every_build(data: bytes, isa: str, split: int) -> None:
     assert crc32c(memoryview(data)[split:], crc32c(bytearray(data[:split]))) == expected
     array = np.frombuffer(data, np.uint8)
     assert library.load(isa).relay_crc32c(0, array.ctypes.data if data else None, len(data)) == expected
+
+
+@pytest.mark.parametrize("size", [3071, 3072, 3073, 6144, 10_007])
+@pytest.mark.parametrize("isa", library.available())
+def test_crc32c_over_lanes(size: int, isa: str) -> None:
+    """Long enough for the lanes that run side by side, and what is left behind them."""
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    start = 0xDEADBEEF
+    kernel = library.load(isa).relay_crc32c
+    assert kernel(start, data.ctypes.data, size) == slow_crc32c(data.tobytes(), start)
 
 
 def test_crc32c_check_value() -> None:

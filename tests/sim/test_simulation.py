@@ -8,31 +8,37 @@ import sys
 import pytest
 
 from relay.cli import main
-from relay.sim.run import run_seed, run_tape, sweep
+from relay.record import frames
+from relay.sim import coverage
+from relay.sim.director import directed
+from relay.sim.moments import MOMENTS
+from relay.sim.run import run_seed, run_tape
 from relay.sim.swarm import FAULTS
-from relay.sim.tape import Tape
+from relay.sim.sweep import sweep
+from relay.sim.tape import Edits, Tape
 
-SEEDS = range(40)
+SEEDS = 30
 
 
 def test_seeds_hold() -> None:
-    total = sweep(SEEDS)
+    total = sweep(0, SEEDS)
     assert not total.failures, total.failures[0].report()
-    assert total.seeds == len(SEEDS)
-    assert total.requests > 300
+    assert total.seeds == SEEDS
+    assert total.requests > 7 * SEEDS
     assert len(total.faults) > len(FAULTS) * 3 // 4
     assert total.events > 10 * total.requests
+    assert len(total.cells) > 50
 
 
-def test_a_seed_gives_one_trace_whatever_the_hash_seed() -> None:
-    """The order of sets and dicts of strings differs between the two processes; the trace must not."""
+def test_a_seed_gives_one_trace_whatever_the_hash_seed_and_the_number_of_processes() -> None:
+    """The order of sets and dicts of strings differs between the processes; the trace must not."""
     hashes = []
-    for hash_seed in ("0", "1", "4242"):
-        command = [sys.executable, "-m", "relay.cli.main", "sim", "--seeds", "12", "--json"]
+    for hash_seed, jobs in (("0", "1"), ("4242", "2")):
+        command = [sys.executable, "-m", "relay.cli.main", "sim", "--seeds", "10", "--jobs", jobs, "--json"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
         hashes.append(json.loads(answer.stdout)["trace_hash"])
-    assert len(set(hashes)) == 1
+    assert hashes[0] == hashes[1]
 
 
 def test_seeds_differ() -> None:
@@ -45,56 +51,136 @@ def test_a_tape_replays_its_seed(tmp_path, capsys) -> None:
     recorded = json.loads(capsys.readouterr().out)
     assert main.run(["sim", "--tape", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == recorded
+    assert main.run(["replay", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == recorded
 
 
 def test_a_tape_decides_and_not_the_seed() -> None:
     """Another value on the tape is another run, though the seed is the same."""
-    run = run_seed(5)
-    replay = list(zip(run.tape.labels, run.tape.values, strict=True))
-    assert run_tape(Tape(5, replay)).trace_hash == run.trace_hash
-    position = run.tape.labels.index("latency")
-    replay[position] = ("latency", (replay[position][1] + 1) % 3)
-    assert run_tape(Tape(5, replay[: position + 1])).trace_hash != run.trace_hash
+    tape = Tape(5, keep=True)
+    run = run_tape(tape)
+    assert run_tape(Tape(5, replay=tape.drawn)).trace_hash == run.trace_hash
+    swarm = list(tape.drawn["swarm"])
+    position = next(number for number, (label, _) in enumerate(swarm) if label == "latency")
+    swarm[position] = ("latency", (swarm[position][1] + 1) % 3)
+    assert run_tape(Tape(5, replay={"swarm": swarm})).trace_hash != run.trace_hash
+
+
+def test_a_fault_that_is_left_out_moves_no_other() -> None:
+    seed = next(seed for seed in range(20) if sum(run_seed(seed).faults.values()) > 3)
+    whole, less = Tape(seed, keep=True), Tape(seed, Edits(without=("fault 2", "request 1")), keep=True)
+    run_tape(whole)
+    run_tape(less)
+    assert "fault 2" not in less.drawn
+    assert "request 1" not in less.drawn
+    for name in ("swarm", "requests", "faults", "request 2"):
+        assert whole.drawn[name] == less.drawn[name]
+
+
+def test_choices_can_be_fixed_by_their_label() -> None:
+    tape = Tape(1, Edits(fixed={"requests": 10_000, "faultless": 0}), keep=True)
+    run = run_tape(tape)
+    drawn = dict(tape.drawn["swarm"])
+    assert drawn["requests"] == 21  # the largest possible
+    assert run.faults == {}
+
+
+def _tape(head: frames.Head, *more: frames.Frame) -> bytes:
+    return frames.opening(head) + b"".join([frames.encode(frame) for frame in (*more, frames.End("closed"))])
+
+
+FITTING = b"\x82\xa4seed\x01\xa5edits\x80"
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "--tape"),
-        ("[]", "no tape"),
-        ('{"format": "relay-sim-tape", "format_version": 99}', "format version 99"),
-        ('{"format": "relay-sim-tape", "format_version": 1, "seed": 1}', "damaged"),
+        (b"", "no recording"),
+        (b"[]", "no recording"),
+        (b'{"format": "relay-sim-tape", "format_version": 1, "seed": 1}', "format version 1"),
+        (_tape(frames.head("sim", "seed 1", "x", b"\xc0")), "damaged"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING), frames.Decided(0, b"")), "damaged"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("swarm", [], [(0, 1)])), "damaged"),
         (
-            '{"format": "relay-sim-tape", "format_version": 1, "seed": 1, "commit": "x", "labels": ["other"], "choices": [[0, 1]]}',
+            _tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("swarm", ["other"], [(0, 1)])),
             "another version",
         ),
+        (_tape(frames.head("gateway", "g", "x", FITTING)), "use `relay replay`"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING))[:-4], "truncated"),
     ],
 )
-def test_what_is_no_tape_of_ours_is_refused(tmp_path, capsys, content: str, complaint: str) -> None:
+def test_what_is_no_tape_of_ours_is_refused(tmp_path, capsys, content: bytes, complaint: str) -> None:
     path = tmp_path / "foreign.tape"
-    path.write_text(content)
+    path.write_bytes(content)
     assert main.run(["sim", "--tape", str(path)]) == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:
     path = tmp_path / "old.tape"
-    run_seed(3).tape.save(path, "0123abc")
+    tape = Tape(3, keep=True)
+    run_tape(tape)
+    tape.save(path, "0123abc")
     assert main.run(["sim", "--tape", str(path)]) == 0
     assert "recorded with 0123abc" in capsys.readouterr().err
 
 
-def test_a_missing_tape_and_contradicting_flags_are_refused(tmp_path, capsys) -> None:
-    assert main.run(["sim", "--tape", str(tmp_path / "nothing")]) == 2
-    assert main.run(["sim"]) == 2
-    assert main.run(["sim", "--seed", "1", "--seeds", "2"]) == 2
-    assert main.run(["sim", "--seeds", "2", "--mutant", "x"]) == 2
-    assert main.run(["sim", "--mutants", "--mutant", "no such"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give one of"),
+        (["--seed", "1", "--seeds", "2"], "give one of"),
+        (["--seeds", "2", "--only", "x"], "--only goes with"),
+        (["--mutants", "--only", "no such"], "no mutant is named"),
+        (["--seed", "1", "--only", "no such"], "no mutant is named"),
+        (["--seed", "1", "--directed", "earthquake:queued"], "no fault is called 'earthquake'"),
+        (["--seed", "1", "--directed", "slow:never"], "no moment is called 'never'"),
+        (["--seeds", "1", "--directed", "slow:queued"], "--directed goes with --seed"),
+        (["--seeds", "1", "--record", "x"], "--record goes with --seed"),
+        (["--seed", "1", "--fresh"], "--fresh goes with"),
+        (["--tape", "/nowhere/at/all"], "No such file"),
+        (["--seed", "1", "--record", "/nowhere/at/all"], "cannot write"),
+    ],
+)
+def test_bad_input_is_one_clear_line(capsys, arguments: list[str], complaint: str) -> None:
+    assert main.run(["sim", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
 
 
 def test_json_of_a_sweep(capsys) -> None:
-    assert main.run(["sim", "--seeds", "3", "--json"]) == 0
+    assert main.run(["sim", "--seeds", "3", "--jobs", "1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seeds"] == 3
     assert answer["violations"] == 0
-    assert {"events", "events_per_s", "requests", "faults", "trace_hash"} <= set(answer)
+    assert {"events", "events_per_s", "requests", "faults", "trace_hash", "zero_cells", "sometimes_missing"} <= set(
+        answer
+    )
+
+
+def test_a_time_limit_ends_a_sweep_and_says_how_to_see_it_again(capsys) -> None:
+    assert main.run(["sim", "--time-limit", "0.2", "--fresh", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    first = int(out.split("seeds (")[1].split(" ")[0])
+    assert first >= 1 << 20
+    assert f"--first-seed {first}" in out
+
+
+def test_a_directed_run_strikes_in_its_moment() -> None:
+    for cell in (("kill_worker", "handoff"), ("client_disconnect", "mid-transfer"), ("cut_kv", "stopped")):
+        runs = (run_seed(seed, directed(*cell)) for seed in range(20))
+        run = next((run for run in runs if run.cells.get("/".join(cell))), None)
+        assert run is not None, cell
+        assert run.failure is None, run.failure.report()
+        assert set(run.faults) == {cell[0]}
+
+
+def test_the_table_of_cells() -> None:
+    cells = coverage.possible_cells()
+    assert len(cells) == len(FAULTS) * len(MOMENTS) - len(coverage.IMPOSSIBLE)
+    assert all(reason for reason in coverage.IMPOSSIBLE.values())
+    assert all(fault in FAULTS and moment in MOMENTS for fault, moment in coverage.IMPOSSIBLE)
+    hit = {f"{fault}/{moment}": 1 for fault, moment in cells[1:]}
+    assert coverage.zero_cells(hit) == [cells[0]]
+    assert coverage.missing(coverage.SOMETIMES[1:]) == [coverage.SOMETIMES[0]]

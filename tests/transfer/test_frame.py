@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +22,7 @@ from relay.transfer.frame import (
     encode_payload,
     parse,
     seal,
+    seal_over,
     verify,
 )
 
@@ -28,19 +32,19 @@ GOLDEN = {
     "kv": (
         KV,
         KV_PAYLOAD,
-        "524c4b56" "01" "02" "0000" "0807060504030201" "0900000000000000" "02000000" "1d000000" "0000" "0300"
+        "524c4b56" "02" "02" "0000" "0807060504030201" "0900000000000000" "02000000" "1d000000" "0000" "0300"
         "00020000" "04000000" "10000000",
     ),
     "handoff": (
         Header(Kind.HANDOFF, 7, 1, 1, first_token=64, token_count=0, flags=FLAG_EMPTY, payload_bytes=0),
         b"",
-        "524c4b56" "01" "03" "0100" "0700000000000000" "0100000000000000" "01000000" "00000000" "0000" "0000"
+        "524c4b56" "02" "03" "0100" "0700000000000000" "0100000000000000" "01000000" "00000000" "0000" "0000"
         "40000000" "00000000" "00000000",
     ),
     "credit": (
         Header(Kind.CREDIT, 1, 2, 3, payload_bytes=19),
         encode_payload(Credit(1 << 20)),
-        "524c4b56" "01" "06" "0000" "0100000000000000" "0200000000000000" "03000000" "00000000" "0000" "0000"
+        "524c4b56" "02" "06" "0000" "0100000000000000" "0200000000000000" "03000000" "00000000" "0000" "0000"
         "00000000" "00000000" "13000000",
     ),
 }  # fmt: skip
@@ -50,10 +54,21 @@ GOLDEN = {
 def test_golden_bytes(name):
     header, payload, expected = GOLDEN[name]
     raw = seal(header, payload, crc32c)
-    assert raw[:-4].hex() == expected
-    assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4] + payload)
-    assert parse(raw) == header
-    verify(raw, payload, crc32c)
+    assert raw[:-8].hex() == expected
+    assert int.from_bytes(raw[-8:-4], "little") == crc32c(payload)
+    assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4])
+    assert parse(raw, crc32c) == (header, crc32c(payload))
+    assert seal_over(header, crc32c(payload), crc32c) == raw
+    verify(payload, crc32c(payload), crc32c)
+
+
+def test_the_page_shows_the_golden_handoff():
+    page = (Path(__file__).parent.parent.parent / "docs" / "wire-protocol.md").read_text()
+    shown = re.search(r"^524c4b56[0-9a-f ]*$", page, re.MULTILINE)
+    raw = seal(*GOLDEN["handoff"][:2], crc32c)
+    assert shown is not None
+    assert shown[0].replace(" ", "") == raw[:-4].hex()
+    assert f"header of {HEADER_BYTES} bytes" in page
 
 
 def test_golden_payloads():
@@ -84,7 +99,7 @@ headers = st.builds(
 def test_every_header_survives(header):
     raw = seal(header, b"", crc32c)
     assert len(raw) == HEADER_BYTES
-    assert parse(raw) == header
+    assert parse(raw, crc32c) == (header, 0)
 
 
 @given(st.integers(0, HEADER_BYTES + len(KV_PAYLOAD) - 1), st.integers(0, 7))
@@ -96,14 +111,14 @@ def test_one_flipped_bit_is_seen(position, bit):
 
 
 def open_frame(raw):
-    parse(raw[:HEADER_BYTES])
-    verify(raw[:HEADER_BYTES], raw[HEADER_BYTES:], crc32c)
+    _, expected = parse(raw[:HEADER_BYTES], crc32c)
+    verify(raw[HEADER_BYTES:], expected, crc32c)
 
 
 @given(st.binary(max_size=HEADER_BYTES + 8))
 def test_noise_is_an_error_and_nothing_else(noise):
     with pytest.raises(FrameError):
-        parse(noise)
+        parse(noise, crc32c)
 
 
 @pytest.mark.parametrize(
@@ -111,24 +126,23 @@ def test_noise_is_an_error_and_nothing_else(noise):
 )
 def test_oversized_payload_is_refused_by_its_header_alone(kind, limit):
     def header(size):
-        raw = bytearray(seal(Header(kind), b"", crc32c))
-        raw[-8:-4] = size.to_bytes(4, "little")
-        return raw
+        return seal_over(Header(kind, payload_bytes=size), 0, crc32c)
 
-    assert parse(header(limit)).payload_bytes == limit
+    assert parse(header(limit), crc32c)[0].payload_bytes == limit
     with pytest.raises(FrameError, match="over the limit"):
-        parse(header(limit + 1))
+        parse(header(limit + 1), crc32c)
 
 
 def test_unknown_kind_flags_version_and_short_header():
     good = seal(KV, KV_PAYLOAD, crc32c)
-    for offset, value, text in ((0, 0x53, "magic"), (4, 2, "version"), (5, 99, "kind"), (6, 0x80, "flags")):
+    for offset, value, text in ((0, 0x53, "magic"), (4, 1, "version"), (5, 99, "kind"), (6, 0x80, "flags")):
         raw = bytearray(good)
         raw[offset] = value
+        raw[-4:] = crc32c(raw[:-4]).to_bytes(4, "little")
         with pytest.raises(FrameError, match=text):
-            parse(raw)
-    with pytest.raises(FrameError, match="51 bytes"):
-        parse(good[:-1])
+            parse(raw, crc32c)
+    with pytest.raises(FrameError, match="55 bytes"):
+        parse(good[:-1], crc32c)
 
 
 def test_seal_refuses_what_parse_would():

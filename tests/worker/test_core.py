@@ -305,7 +305,10 @@ def test_handoff_lost_to_a_dead_p_after_all_was_sent_is_ds_word(world, pair):
         world.collect(p)
         if p.steps:
             p.compute()
-        while world.network.parcels and parse(world.network.parcels[0].header).kind is not Kind.HANDOFF:
+        while (
+            world.network.parcels
+            and parse(world.network.parcels[0].header, world.network.checksum)[0].kind is not Kind.HANDOFF
+        ):
             world.network.deliver()
     p.transport.peer_lost("d")  # the link breaks, the handoff is under way
     p.think()

@@ -15,6 +15,7 @@ from relay.models.packer import write_pack
 from relay.models.store import open_checkpoint
 from relay.protocol.messages import (
     Accept,
+    ComputedRow,
     Drained,
     EngineExited,
     Heartbeat,
@@ -28,6 +29,7 @@ from relay.protocol.messages import (
 )
 from relay.protocol.sampling import SamplingParams
 from relay.worker.spec import WorkerSpec, encode_spec
+from relay.worker.status_page import StatusPage
 from tests.models.tiny_models import config_json, write_folder
 from tests.worker.gateway_side import PATIENCE_S, accept_hello, address_of, listen
 
@@ -187,6 +189,40 @@ def test_engine_killed_ends_the_agent_with_word_of_it(start):
     assert worker.process.wait(PATIENCE_S) == 128 + signal.SIGKILL
 
 
+def page_of(agent_pid):
+    """The agent's status page, through its descriptor."""
+    folder = f"/proc/{agent_pid}/fd"
+    number = next(name for name in os.listdir(folder) if "relay-status" in os.readlink(f"{folder}/{name}"))
+    return StatusPage.open(f"{folder}/{number}")
+
+
+def stop_in_a_step(worker):
+    """SIGSTOP the engine where it computes; returns the rows of that step."""
+    page, deadline = page_of(worker.process.pid), time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        os.kill(worker.hello.pid, signal.SIGSTOP)
+        worker.agent.expect(Heartbeat, lambda beat: beat.engine_state == "T")
+        if rows := page.manifest():
+            return rows
+        os.kill(worker.hello.pid, signal.SIGCONT)
+        worker.agent.expect(Heartbeat, lambda beat: beat.engine_state != "T")
+    raise AssertionError("no step was met")
+
+
+def test_a_crash_in_a_step_is_reported_with_its_rows(start):
+    worker = start("w")
+    for request in (1, 2):
+        worker.engine.send(Run(work(request, max_tokens=300)))
+        worker.engine.expect(Tokens, lambda tokens, r=request: any(entry.request == r for entry in tokens.entries))
+    rows = stop_in_a_step(worker)
+    assert {row.request for row in rows} == {1, 2}
+    os.kill(worker.hello.pid, signal.SIGSEGV)
+    os.kill(worker.hello.pid, signal.SIGCONT)
+    report = worker.agent.expect(EngineExited)
+    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row[1:]) for row in rows], False)
+    assert all(row.end > len(PROMPT) for row in report.manifest)
+
+
 def test_agent_killed_ends_the_engine(start):
     worker = start("w")
     worker.process.kill()
@@ -212,6 +248,18 @@ def test_draining_worker_finishes_and_refuses(start):
     assert worker.engine.expect(Refuse).reason == "draining"
     worker.engine.expect(Drained)
     assert worker.process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_sigterm_ends_at_once(start):
+    worker = start("w")
+    worker.engine.send(Run(work(1, max_tokens=900)))
+    worker.engine.expect(Tokens)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.agent.expect(Heartbeat, lambda beat: beat.phase == "draining")
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.agent.expect(EngineExited).signal == signal.SIGKILL
+    assert worker.process.wait(PATIENCE_S) == 128 + signal.SIGKILL
+    assert not [m for m in worker.engine.inbox if isinstance(m, Drained)]
 
 
 def test_wrong_digest_is_one_line_and_its_own_code(listener, pack_path):

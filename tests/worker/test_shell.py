@@ -18,7 +18,8 @@ from relay.protocol.messages import (
     Tokens,
 )
 from relay.transfer.contract import Identity
-from relay.transfer.tcp import TcpTransport
+from relay.transfer.transport import WiredTransport
+from relay.transfer.wire import TcpWire
 from relay.worker.control_link import ControlLink
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.engine_shell import EngineShell
@@ -40,7 +41,7 @@ class LiveWorker:
         inbox = Inbox()
         page = StatusPage.open("")
         identity = Identity(name, 1, "model", "hash", LAYOUT)
-        self.transport = TcpTransport(identity, backend, inbox.post, limits=TINY)
+        self.transport = WiredTransport(identity, backend, inbox.post, [TcpWire()], limits=TINY)
         core = WorkerCore(WorkerConfig(), Scheduler(limits, "hash"), runner.kv_digests)
         self.shell = EngineShell(core, self.transport, inbox, page, clock)
         steps = StepThread(runner, self.transport, LAYERS, page, inbox.post, clock)

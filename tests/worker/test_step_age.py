@@ -10,9 +10,38 @@ MS = 1_000_000
 
 
 def ages(waits: list[dict[int, int]], steps: list[tuple[int, int]]) -> list[int]:
+    """Looked at every 200 ms, as the agent does; asserted on at ``steps`` (step, age)."""
     readings = iter(waits)
     age = StepAge(lambda: next(readings))
-    return [age.own_ms(step, age_ms) for step, age_ms in steps]
+    found, now_ms, last = [], 10_000, (-1, 0)
+    for step, age_ms in steps:
+        now_ms += age_ms - last[1] if step == last[0] else age_ms
+        last = (step, age_ms)
+        age._looked_ns = (now_ms - 200) * MS
+        found.append(age.own_ms(step, "stepping", age_ms, "R", now_ms * MS))
+    return found
+
+
+def stopped_ages(looks: list[tuple[int, str]]) -> list[int]:
+    """(age of the step, process state) at each look."""
+    age = StepAge(dict)
+    return [age.own_ms(3, "stepping", age_ms, state, (5_000 + age_ms) * MS) for age_ms, state in looks]
+
+
+def test_a_stopped_engine_does_not_age() -> None:
+    looks = [(100, "R"), (300, "T"), (500, "T"), (700, "T"), (900, "R"), (1100, "R")]
+    assert stopped_ages(looks)[-1] == 1100 - (900 - 100)
+
+
+def test_where_the_agent_stood_still_too_nothing_is_known() -> None:
+    assert stopped_ages([(100, "R"), (300, "R"), (9_300, "R"), (9_500, "R")]) == [100, 300, 300, 500]
+
+
+def test_a_frozen_drain_is_no_hang() -> None:
+    age = StepAge(dict)
+    phases = [(200, "draining", "R"), (400, "draining", "T"), (900, "draining", "T"), (1_300, "stepping", "R")]
+    found = [age.own_ms(3, phase, ms, state, (5_000 + ms) * MS) for ms, phase, state in phases]
+    assert found[-1] == 200
 
 
 def test_time_without_a_processor_does_not_age_a_step() -> None:

@@ -68,7 +68,7 @@ def serve(overlapped):
     in_flight = 0
     while True:
         while in_flight <= 1 and scheduler.has_work() and (plan := scheduler.plan()) is not None:
-            thread.submit(StartStep(plan, {}, 0))
+            thread.submit(StartStep(plan, {}, 0, []))
             in_flight += 1
         if not in_flight:
             return backend, items, tokens

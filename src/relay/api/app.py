@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from relay.api.admin import AdminEndpoint
 from relay.api.chat import ChatEndpoint
 from relay.api.completions import CompletionsEndpoint
 from relay.api.context import ChatTemplate, Context, Tokenizer
@@ -47,6 +48,7 @@ def create_app(
     context = Context(
         gateway, tokenizer, chat_template, served_names or (gateway.model.name,), limits or ApiLimits(), seed
     )
+    admin = AdminEndpoint(context)
     models, health = ModelsEndpoint(context), HealthEndpoint(context)
     page = MetricsPage(context.metrics, gateway.metrics)
 
@@ -72,6 +74,8 @@ def create_app(
             Route("/status", health.status),
             Route("/version", health.version),
             Route("/metrics", metrics),
+            Route("/admin/drain", admin.drain, methods=["POST"]),
+            Route("/admin/restart", admin.restart, methods=["POST"]),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
         lifespan=lifespan,

@@ -10,10 +10,15 @@ from relay import __version__
 from relay.errors import RelayError
 
 COMMANDS = {
+    "replay": ("relay.cli.replay", "replay", "Run a recorded core again."),
     "serve": ("relay.cli.serve", "serve", "Serve a model over HTTP."),
+    "drain": ("relay.cli.leave", "drain", "Take workers out without dropping a request."),
+    "restart": ("relay.cli.leave", "restart", "Restart workers without dropping a request."),
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
     "model": ("relay.cli.model", "model", "Models on this machine."),
     "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),
+    "chaos": ("relay.cli.chaos", "chaos", "Kill real workers; compare every answer."),
+    "bench": ("relay.cli.bench", "bench", "Measure parts of Relay on this machine."),
     "verify": ("relay.cli.verify", "verify", "Compare every path bit for bit."),
 }
 

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import click
 
-from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, ServeConfig, WorkerConfig, parse_bytes
+from relay.config import (
+    BACKENDS,
+    DTYPES,
+    KV_DTYPES,
+    LOG_LEVELS,
+    TRANSPORTS,
+    BackendName,
+    ServeConfig,
+    TransportName,
+    WorkerConfig,
+    parse_bytes,
+)
 
 
 @click.command()
@@ -43,6 +54,13 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
     show_default=True,
     help="Numbers in the KV cache; auto: float32, cuda: bfloat16. bfloat16 halves it and gives other tokens.",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How KV travels; auto: shared memory on one host, else TCP.",
+)
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
@@ -50,6 +68,14 @@ from relay.config import BACKENDS, DTYPES, KV_DTYPES, LOG_LEVELS, BackendName, S
 )
 @click.option(
     "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
+)
+@click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
+@click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
+@click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to record what the gateway and every worker are told and decide, for `relay replay`. Holds prompts.",
 )
 @click.option(
     "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Of what stderr shows."
@@ -72,10 +98,15 @@ def serve(
     block_size: int | None,
     dtype: str,
     kv_cache_dtype: str,
+    transport: TransportName,
     seed: int | None,
     offline: bool,
     cache_dir: Path | None,
     grace: float,
+    record: Path | None,
+    worker_port: int,
+    worker_address: str | None,
+    perturb: tuple[str, ...],
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
@@ -91,6 +122,9 @@ def serve(
         cache_dir=cache_dir,
         log_level=log_level,
         grace_s=grace,
+        worker_port=worker_port,
+        worker_address=worker_address,
+        perturb=perturb,
         worker=WorkerConfig.of(
             backend,
             devices=tuple(device.split(",")),
@@ -98,11 +132,13 @@ def serve(
             threads=threads,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            transport=transport,
             kv_cache_memory_bytes=parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            record=record,
         ),
     )
     from relay.cli.server import run_server

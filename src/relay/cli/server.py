@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -21,8 +22,9 @@ from relay.cli.listener import open_listener
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
+from relay.control.record import Recorder
 from relay.control.shell import GatewayShell
-from relay.errors import DoesNotFitError, StartupError, UsageError
+from relay.errors import DoesNotFitError, PortInUseError, StartupError, UsageError
 from relay.local.workers import LocalWorkers
 
 if TYPE_CHECKING:
@@ -122,12 +124,15 @@ class Server:
             model.digest,
             log.line,
             workers=[worker for worker, _ in config.slots],
+            perturb=config.perturbations,
         )
-        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers)
+        folder = config.worker.record
+        recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
+        shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers, recorder=recorder)
         workers.attach(shell)
         http: HttpServer | None = None
         try:
-            workers.gateway = await shell.listen()
+            workers.gateway = await self._listen(shell)
             started = time.monotonic()
             shell.start()
             with self._phases.measure("api"):
@@ -147,6 +152,17 @@ class Server:
             await workers.close(0.0 if self._hurry.is_set() else STOP_GRACE_S)
             await shell.close()
         return 0
+
+    async def _listen(self, shell: GatewayShell) -> str:
+        """Open the workers' listener; returns the address they are told. Raises PortInUseError."""
+        port = self._config.worker_port
+        try:
+            address = await shell.listen(port=port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortInUseError(f"--worker-port {port} is already in use") from error
+        return self._config.worker_address or address
 
     def _context(self, model: "LoadedModel") -> int:
         """The longest sequence asked for, or the model's. Raises UsageError for more than the model can."""

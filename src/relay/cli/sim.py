@@ -1,69 +1,167 @@
 """``relay sim``: whole clusters in one thread, under faults, from one seed each."""
 
 import json
-import subprocess
+import os
+import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from relay import __version__
+from relay.cli.sim_mutants import choose, find_all
+from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
-from relay.sim.mutants import MUTANTS, Mutant, seeds_needed
-from relay.sim.mutants import SEEDS as MUTANT_SEEDS
-from relay.sim.run import Run, run_seed, run_tape, sweep
-from relay.sim.tape import load
+from relay.record.commit import commit
+from relay.record.frames import Recording, read
+from relay.sim import coverage
+from relay.sim.director import directed as directed_edits
+from relay.sim.moments import MOMENTS
+from relay.sim.mutants import by_name, planted
+from relay.sim.run import Failure, Run, run_tape
+from relay.sim.shrink import BUDGET_S, shrink
+from relay.sim.swarm import FAULTS
+from relay.sim.sweep import Sweep, sweep
+from relay.sim.tape import Edits, Tape, tape_of
 
 VIOLATION_STATUS = 1
+FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 
 
 @click.command()
 @click.option("--seed", type=click.IntRange(min=0), help="Run this one seed.")
-@click.option("--seeds", type=click.IntRange(min=1), help="Run this many seeds, from --first on.")
-@click.option("--first", type=click.IntRange(min=0), default=0, show_default=True, help="First seed of --seeds.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Run this many seeds, from --first-seed on.")
+@click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True, help="First seed of --seeds.")
+@click.option(
+    "--fresh", is_flag=True, help="With --seeds or --time-limit: begin at a seed that nobody knows yet, and say which."
+)
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Begin no run of a sweep after this time."
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Processes of a sweep [default: one a core] or of --mutants [default: 1].",
+)
+@click.option(
+    "--fill/--no-fill",
+    default=None,
+    help=f"Directed runs for what was not met [default: from {FILL_FROM} seeds on].",
+)
+@click.option(
+    "--directed", metavar="FAULT:MOMENT", help="With --seed: only this fault, when a request is in this moment."
+)
 @click.option(
     "--tape", type=click.Path(path_type=Path, dir_okay=False), help="Replay a recorded tape instead of a seed."
 )
 @click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="With --seed: write its tape here.")
+@click.option(
+    "--shrink/--no-shrink",
+    "shrinks",
+    default=None,
+    help="Look for a smaller run that breaks it too [default: in sweeps].",
+)
 @click.option("--mutants", is_flag=True, help="Plant each known bug in turn; all must be found.")
-@click.option("--mutant", "only", multiple=True, help="With --mutants: only those whose name contains this.")
+@click.option(
+    "--only",
+    "--mutant",
+    "only",
+    multiple=True,
+    help="The mutant of this name, or those whose names contain it; with --seed or --scenario: the one to plant.",
+)
+@click.option("--scenario", metavar="NAME", help="Play this directed scenario, under --seed or under several seeds.")
+@click.option("--scenarios", is_flag=True, help="Play all directed scenarios.")
 @click.option("--story", is_flag=True, help="With --seed or --tape: print the last lines of the story, broken or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def sim(
     seed: int | None,
     seeds: int | None,
-    first: int,
+    first_seed: int,
+    fresh: bool,
+    time_limit: float | None,
+    jobs: int | None,
+    fill: bool | None,
+    directed: str | None,
     tape: Path | None,
     record: Path | None,
+    shrinks: bool | None,
     mutants: bool,
     only: tuple[str, ...],
+    scenario: str | None,
+    scenarios: bool,
     story: bool,
     as_json: bool,
 ) -> int:
-    """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks (or a planted bug is not found)."""
-    if sum(chosen is not None and chosen is not False for chosen in (seed, seeds, tape, mutants or None)) != 1:
-        raise UsageError("give one of --seed, --seeds, --tape and --mutants")
-    if record is not None and seed is None:
-        raise UsageError("--record goes with --seed")
-    if only and not mutants:
-        raise UsageError("--mutant goes with --mutants")
+    """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks, or a planted bug is not found."""
+    if scenario is not None or scenarios:
+        others = (
+            seeds,
+            time_limit,
+            directed,
+            tape,
+            record,
+            mutants or None,
+            only or None,
+            (scenario and scenarios) or None,
+        )
+        if any(other is not None for other in others):
+            raise UsageError("--scenario and --scenarios go with --seed, --only, --story and --json alone")
+        return play(scenario, seed, only, story, as_json)
+    sweeping = seeds is not None or (time_limit is not None and not mutants)
+    if sum((seed is not None, sweeping, tape is not None, mutants)) != 1:
+        raise UsageError("give one of --seed, --seeds (or --time-limit), --tape, --mutants, --scenario and --scenarios")
+    for flag, given in (("--record", record), ("--directed", directed)):
+        if given is not None and seed is None:
+            raise UsageError(f"{flag} goes with --seed")
+    if only and not mutants and seed is None:
+        raise UsageError("--only goes with --mutants or --seed")
+    if fresh and not sweeping:
+        raise UsageError("--fresh goes with --seeds or --time-limit")
+    cores = len(os.sched_getaffinity(0))
     if mutants:
-        return _mutants(only, as_json)
-    if seeds is not None:
-        return _sweep(range(first, first + seeds), as_json)
+        return find_all(choose(only), jobs or 1, as_json)
+    if sweeping:
+        first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
+        filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
+        return _sweep(first, seeds, jobs or cores, time_limit, filling, shrinks is not False, as_json)
     if tape is not None:
-        played, commit = load(tape)
-        if commit != _commit():
-            click.echo(f"relay: {tape} was recorded with {commit}, this is {_commit()}; it may not fit", err=True)
-        return _one(run_tape(played), as_json, story)
-    run = run_seed(seed or 0)
+        return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
+    edits = _direction(directed) if directed is not None else Edits()
+    name = choose(only)[0].name if only else ""
+    played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
+    run = _play(played, story)
     if record is not None:
-        run.tape.save(record, _commit())
-    return _one(run, as_json, story)
+        played.save(record, commit())
+    return _one(run, as_json, story, shrinks=bool(shrinks))
 
 
-def _one(run: Run, as_json: bool, story: bool) -> int:
+def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool = False) -> int:
+    """Replay a recording of kind "sim"; returns the exit code. Raises BadRecording."""
+    tape = tape_of(recording)
+    recorded, here = recording.head.commit, commit()
+    if recorded != here:
+        click.echo(f"relay: {recording.path} was recorded with {recorded}, this is {here}; it may not fit", err=True)
+    return _one(_play(tape, story), as_json, story, shrinks=shrinks)
+
+
+def _play(tape: Tape, story: bool) -> Run:
+    if not tape.mutant:
+        return run_tape(tape, story=story)
+    with planted(by_name(tape.mutant)):
+        return run_tape(tape, story=story)
+
+
+def _direction(text: str) -> Edits:
+    fault, _, moment = text.partition(":")
+    for name, known, kind in ((fault, FAULTS, "fault"), (moment, MOMENTS, "moment")):
+        if name not in known:
+            raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
+    return directed_edits(fault, moment)
+
+
+def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
+    failure = run.failure
+    tape = _shrunk(failure) if failure is not None and shrinks else None
     if as_json:
-        failure = run.failure
         answer = {
             "seed": run.seed,
             "events": run.events,
@@ -71,11 +169,13 @@ def _one(run: Run, as_json: bool, story: bool) -> int:
             "faults": run.faults,
             "violations": int(failure is not None),
             "violation": None if failure is None else f"{failure.invariant}: {failure.text}",
+            "shrunk_tape": None if tape is None else str(tape),
             "trace_hash": run.trace_hash,
         }
         click.echo(json.dumps(answer))
-    elif run.failure is not None:
-        click.echo(run.failure.report())
+    elif failure is not None:
+        if tape is None:
+            click.echo(failure.report())
     else:
         faults = sum(run.faults.values())
         click.echo(
@@ -84,50 +184,54 @@ def _one(run: Run, as_json: bool, story: bool) -> int:
         )
         if story:
             click.echo("\n".join(run.story))
-    return VIOLATION_STATUS if run.failure is not None else 0
+    return VIOLATION_STATUS if failure is not None else 0
 
 
-def _sweep(seeds: range, as_json: bool) -> int:
+def _shrunk(failure: Failure) -> Path | None:
+    """Look for a smaller run, print its story, write its tape; None if there is no smaller one."""
+    click.echo(f"shrinking seed {failure.seed} (at most {BUDGET_S:g} s)", err=True)
+    smaller = shrink(failure)
+    path = Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape")
+    smaller.tape.save(path, commit())
+    report = replace(smaller.failure).report(f"relay sim --tape {path}")
+    click.echo(f"{smaller.summary()}\n{report}", err=True)
+    return path
+
+
+def _sweep(
+    first: int, seeds: int | None, jobs: int, time_limit: float | None, fill: bool, shrinks: bool, as_json: bool
+) -> int:
     def progress(run: Run) -> None:
         if run.failure is not None:
-            click.echo(run.failure.report(), err=as_json)
+            click.echo(run.failure.report(), err=True)
 
-    total = sweep(seeds, progress)
+    total = sweep(first, seeds, jobs=jobs, time_limit_s=time_limit, fill=fill, progress=progress)
+    if shrinks and total.failures:
+        _shrunk(total.failures[0])
     if as_json:
         click.echo(json.dumps(total.summary()))
     else:
+        _print(total, fill)
+    incomplete = fill and (total.zero_cells or coverage.missing(total.counts)) and time_limit is None
+    return VIOLATION_STATUS if total.failures or incomplete else 0
+
+
+def _print(total: Sweep, fill: bool) -> None:
+    last = total.first + total.seeds - 1
+    click.echo(
+        f"{total.seeds} seeds ({total.first} to {last}) on {total.jobs} processes in {total.wall_s:.0f} s: "
+        f"{total.requests} requests, {sum(total.faults.values())} faults of {len(total.faults)} kinds, "
+        f"{total.events} events ({total.events / max(total.cpu_s, 1e-9):.0f} a second of one core), "
+        f"{len(total.failures) or 'no'} violations; trace {total.trace_hash}"
+    )
+    if fill:
+        zero = [f"{fault}/{moment}" for fault, moment in total.zero_cells]
+        missing = coverage.missing(total.counts)
         click.echo(
-            f"{total.seeds} seeds, {total.requests} requests, {sum(total.faults.values())} faults of {len(total.faults)} kinds, "
-            f"{total.events} events ({total.events / max(total.seconds, 1e-9):.0f} a second): "
-            f"{len(total.failures) or 'no'} violations; trace {total.trace_hash}"
+            f"fault × moment: {len(coverage.possible_cells())} cells, {total.directed} directed runs, "
+            f"never met: {', '.join(zero) or 'none'}"
         )
-    return VIOLATION_STATUS if total.failures else 0
-
-
-def _mutants(only: tuple[str, ...], as_json: bool) -> int:
-    chosen: list[Mutant] = [m for m in MUTANTS if not only or any(part in m.name for part in only)]
-    if not chosen:
-        raise UsageError(f"no mutant is named like {', '.join(only)}")
-    needed: dict[str, int | None] = {}
-    for mutant in chosen:
-        needed[mutant.name] = seeds_needed(mutant)
-        if not as_json:
-            count = needed[mutant.name]
-            click.echo(
-                f"{mutant.name}: {f'found by seed {count - 1}' if count else f'not found in {MUTANT_SEEDS} seeds'}"
-            )
-    found = sum(count is not None for count in needed.values())
-    if as_json:
-        click.echo(json.dumps({"mutants": len(chosen), "found": found, "seeds_needed": needed}))
-    return 0 if found == len(chosen) else VIOLATION_STATUS
-
-
-def _commit() -> str:
-    """The commit of the source that runs; the release where it is no checkout."""
-    source = Path(__file__).resolve().parent
-    command = ["git", "-C", str(source), "rev-parse", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return f"release {__version__}"
-    return answer.stdout.strip()
+        click.echo(f"never seen: {', '.join(missing) or 'nothing of what must be'}")
+    click.echo(
+        f"any of them again: relay sim --seed N; all: relay sim --seeds {total.seeds} --first-seed {total.first}"
+    )

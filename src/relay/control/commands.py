@@ -90,6 +90,13 @@ class Refuse:
 
 
 @dataclass(slots=True)
+class LeaveRefused:
+    """The order to leave was not taken."""
+
+    reason: str
+
+
+@dataclass(slots=True)
 class Deliver:
     request: int
     delivery: Delivery
@@ -135,6 +142,7 @@ Command = (
     | ClusterReady
     | Quiesced
     | Refuse
+    | LeaveRefused
     | Deliver
     | Fail
     | Ended

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from relay.control.events import ProcessName
 from relay.ids import WorkerKey
-from relay.protocol.framing import FrameDecoder, FramingError, encode
+from relay.protocol.framing import MAX_FRAME_BYTES, FrameDecoder, FramingError, encode
 from relay.protocol.messages import AgentToGateway, EngineToGateway, Hello, Message, Tokens
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 RECEIVE_BUFFER_BYTES = 32 * 1024  # some thousand tokens: a gateway that lags shows its engines so
 TURN_EVENTS = 512
 HELLO_DEADLINE_S = 10.0
+MAX_HELLO_BYTES = 256 * 1024  # nothing longer is waited for from somebody who has not been let in
 _INCOMING = AgentToGateway | EngineToGateway
 
 
@@ -28,7 +29,7 @@ class Connection(asyncio.Protocol):
         self.number = number
         self.worker: WorkerKey | None = None  # set when the hello was accepted
         self.process: ProcessName = "agent"
-        self._decoder = FrameDecoder(_INCOMING)
+        self._decoder = FrameDecoder(_INCOMING, MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._received: deque[Any] = deque()
@@ -97,6 +98,7 @@ class Connection(asyncio.Protocol):
     def bind(self, worker: WorkerKey, process: ProcessName) -> None:
         """The hello was accepted."""
         self.worker, self.process = worker, process
+        self._decoder.limit = MAX_FRAME_BYTES
         if self._deadline is not None:
             self._deadline.cancel()
 

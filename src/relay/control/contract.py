@@ -97,6 +97,10 @@ class Gateway(Protocol):
         """A stop string matched in the text path: stop this choice; overshoot tokens are dropped, not delivered."""
         ...
 
+    def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
+        """Drain ``workers`` (empty: all) and restart them, or keep them out; ``rolling``: one at a time. Returns why not, or ""."""
+        ...
+
     def ready(self) -> bool:
         """A request sent now would be served."""
         ...

@@ -8,7 +8,7 @@ from typing import Any
 
 from relay.config import SECOND, ControlConfig
 from relay.control import admission, report
-from relay.control.commands import Command, Ended, Refuse, SetTimer
+from relay.control.commands import Command, Ended, LeaveRefused, Refuse, SetTimer
 from relay.control.contract import ModelInfo, RequestFailure
 from relay.control.detector import Detector
 from relay.control.events import (
@@ -17,6 +17,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     RequestCancelled,
     RequestSubmitted,
     Started,
@@ -25,12 +26,13 @@ from relay.control.events import (
     WorkerConnected,
     WorkerMessage,
 )
+from relay.control.hedging import Hedger
 from relay.control.membership import Membership
 from relay.control.placement import Dispatcher
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.router import Router
-from relay.control.state import ClusterState
-from relay.control.stream import TokenPath
+from relay.control.state import LIVE, ClusterState
+from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import (
@@ -61,10 +63,12 @@ class GatewayCore:
     def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
         state = ClusterState(config, model, slots)
         self.state = state
-        self._dispatcher = Dispatcher(state, Router(state))
+        router = Router(state)
+        self._dispatcher = Dispatcher(state, router)
         self._membership = Membership(state, self._dispatcher)
         self._tokens = TokenPath(state, self._dispatcher)
         self._detector = Detector(state, self._membership, self._dispatcher)
+        self._hedger = Hedger(state, router, self._dispatcher)
         self._tick_ns = int(config.tick_s * SECOND)
         self._events: dict[type, Callable[[Any, int], None]] = {
             WorkerMessage: self._message,
@@ -78,6 +82,7 @@ class GatewayCore:
             Started: self._started,
             DrainRequested: self._drain,
             StopRequested: self._stop,
+            LeaveOrdered: self._leave,
         }
         self._engine: dict[type, Callable[[Worker, Any, int], None]] = {
             Tokens: self._tokens.tokens,
@@ -113,8 +118,8 @@ class GatewayCore:
     def status(self, now_ns: int) -> dict[str, object]:
         return report.status(self.state, now_ns)
 
-    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        return report.metrics(self.state)
+    def metrics(self, now_ns: int) -> list[tuple[str, dict[str, str], float]]:
+        return report.metrics(self.state, now_ns)
 
     def story(self, request: int) -> list[str]:
         """The last decisions about one request, oldest first."""
@@ -132,6 +137,7 @@ class GatewayCore:
         request = Request(event.request, event.submission, now_ns)
         state.requests[request.id] = request
         state.counters["requests"] += 1
+        state.counters["prompt_tokens"] += len(event.submission.token_ids) * event.submission.n
         self._dispatcher.submit(request)
 
     def _cancelled(self, event: RequestCancelled, now_ns: int) -> None:
@@ -169,12 +175,12 @@ class GatewayCore:
     def _refused(self, worker: Worker, message: EngineRefuse, now_ns: int) -> None:
         self._dispatcher.refused(worker, message, now_ns)
         if message.reason == "draining":
-            self._membership.drain(worker, now_ns)
+            self._membership.leaving.said(worker, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
-        if worker.full:
-            worker.full = False
+        if worker.full or worker.queue_full:
+            worker.full = worker.queue_full = False
             self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
@@ -182,11 +188,12 @@ class GatewayCore:
         self.state.changed = True
 
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
-        self._membership.drain(worker, now_ns)
+        self._membership.leaving.said(worker, now_ns)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _started(self, event: Started, now_ns: int) -> None:
+        self._detector.started(now_ns)
         for worker in self.state.workers.values():
             self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
@@ -199,9 +206,11 @@ class GatewayCore:
         if self.state.stopped:
             return
         self._detector.tick(now_ns)
+        self._hedger.tick(now_ns)
+        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
-            worker.full = False
+            worker.full = worker.queue_full = False
             worker.stop_expecting_old(now_ns)
         self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
@@ -229,17 +238,49 @@ class GatewayCore:
                 text = "no worker computes with the numerics this stream began with"
                 self._dispatcher.fail(request, RequestFailure(503, "numerics_changed", text), now_ns)
 
+            else:
+                alone = next((choice for choice in request.choices if self._nobody_decides(choice)), None)
+                if alone is not None:
+                    self._dispatcher.fail(request, undecided(alone), now_ns)
+
+    def _nobody_decides(self, choice: Choice) -> bool:
+        """Workers disagreed about ``choice``, and there is no other one that could say who is right."""
+        if not choice.distrusted or choice.state is not ChoiceState.WAITING:
+            return False
+        return not any(
+            self.state.coming(worker) or (worker.state in LIVE and worker.numerics_id == choice.numerics_id)
+            for worker in self.state.workers.values()
+            if worker.id not in choice.distrusted
+        )
+
     def _numerics_gone(self, request: Request) -> bool:
         """Every worker is ready with other numerics than a waiting choice began with: it can never be continued exactly."""
         pinned = {choice.numerics_id for choice in request.choices if choice.state is ChoiceState.WAITING} - {None}
         if not pinned:
             return False
         workers = self.state.workers.values()
-        return all(worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in workers)
+        staying = [worker for worker in workers if worker.state is not WorkerState.STOPPED]
+        return bool(staying) and all(
+            worker.state is WorkerState.READY and worker.numerics_id not in pinned for worker in staying
+        )
 
     def _drain(self, event: DrainRequested, now_ns: int) -> None:
         self.state.draining = True
         self._dispatcher.check_quiesced()
+
+    def _leave(self, event: LeaveOrdered, now_ns: int) -> None:
+        """Refused as a whole, or begun with all of them."""
+        state, leaving = self.state, self._membership.leaving
+        unknown = [worker for worker in event.workers if worker not in state.workers]
+        problem = f"there is no worker {unknown[0]!r}" if unknown else ""
+        workers = [state.workers[worker] for worker in event.workers or state.workers] if not problem else []
+        if event.rolling and not problem:
+            problem = leaving.roll(workers)
+        elif not problem:
+            for worker in workers:
+                problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
+        if problem:
+            state.commands.append(LeaveRefused(problem))
 
     def _stop(self, event: StopRequested, now_ns: int) -> None:
         state = self.state

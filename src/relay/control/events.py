@@ -5,7 +5,7 @@ from typing import Literal
 
 from relay.control.contract import Submission
 from relay.ids import WorkerKey
-from relay.protocol.messages import Hello, Message
+from relay.protocol.messages import EngineExited, Hello, Message
 
 ProcessName = Literal["agent", "engine"]
 TimerKey = tuple[str, str]  # (kind, worker id or "")
@@ -43,12 +43,16 @@ class WorkerMessage:
 
 @dataclass(slots=True)
 class LauncherExited:
-    """The launcher saw the end of what it started for this incarnation; ``reason`` if it could not even start it."""
+    """The launcher saw the end of what it started for this incarnation; ``reason`` if it could not even start it.
+
+    ``engine``: the agent's last word about its engine, where it left one.
+    """
 
     worker: WorkerKey
     status: int | None = None
     signal: int | None = None
     reason: str = ""
+    engine: EngineExited | None = None
 
 
 @dataclass(slots=True)
@@ -85,6 +89,15 @@ class DrainRequested:
 
 
 @dataclass(slots=True)
+class LeaveOrdered:
+    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another."""
+
+    workers: tuple[str, ...]
+    stay_out: bool = False
+    rolling: bool = False
+
+
+@dataclass(slots=True)
 class StopRequested:
     """End now: what still runs fails, workers are stopped and stay so."""
 
@@ -101,4 +114,5 @@ Event = (
     | TimerFired
     | DrainRequested
     | StopRequested
+    | LeaveOrdered
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from relay.config import MILLISECOND, PROTOCOL_TEXT_LIMIT, SECOND
+from relay.control.blame import Blame, crashed, exit_text
 from relay.control.commands import (
     AcceptConnection,
     CancelTimer,
@@ -10,32 +11,25 @@ from relay.control.commands import (
     ClusterReady,
     LaunchWorker,
     RejectConnection,
-    SendToAgent,
-    SendToEngine,
     SetTimer,
     StopWorker,
     WorkerGaveUp,
 )
-from relay.control.contract import RequestFailure
 from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
+from relay.control.leaving import Leaving
 from relay.control.placement import Dispatcher
-from relay.control.requests import Choice
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
+from relay.control.transitions import WorkerState, WorkerTrigger
 from relay.control.workers import Worker
 from relay.protocol.messages import (
-    GATEWAY_LOST_STATUS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
-    Drain,
     EngineExited,
     Heartbeat,
     Hello,
 )
 
-CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
-NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
 
@@ -45,6 +39,8 @@ class Membership:
     def __init__(self, state: ClusterState, dispatcher: Dispatcher) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self.leaving = Leaving(state, dispatcher, self.launch)
+        self._blame = Blame(state, dispatcher)
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +68,8 @@ class Membership:
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:
             worker.move(WorkerTrigger.CONNECT, now_ns)
             worker.heard_ns = now_ns
+            if worker.incarnation > 1:
+                self._state.breakers.workers[worker.id].start_slowly(now_ns)
             self._state.no_worker_since_ns = None  # here and not at the next tick: it may be dead again by then
             self._check_complete()
             self._dispatcher.pump(now_ns)
@@ -123,38 +121,35 @@ class Membership:
             self._gone(worker, now_ns)
 
     def engine_exited(self, worker: Worker, message: EngineExited, now_ns: int) -> None:
-        """The agent saw its engine end. May come before or after the engine's EOF."""
-        how = f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
-        if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
-            self.lose(worker, f"engine exited with {how}", now_ns, fence=True)
-        worker.last_cause = f"engine exited with {how}"
+        """The agent saw its engine end. May come before or after the engine's EOF, or twice: its launcher passes it on too."""
+        how = exit_text(message)
         worker.engine_exit = message
-        crashed = message.signal in CRASH_SIGNALS or (
-            message.signal is None and message.status not in NO_CRASH_STATUSES
-        )
-        self._explained(worker)
-        victims, worker.victims = worker.victims, []
-        if crashed:
-            for choice, mark in victims:
-                self._blame(worker, choice, mark, how, now_ns)
+        if crashed(message):
+            self._blame.accuse(worker, message.manifest, message.alone, f"crashed with {how}", now_ns)
+        self._blame.explained(worker)
+        if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
+            drained = worker.refuses and message.status == 0  # its agent follows by itself, and with the same status
+            self.lose(worker, f"engine exited with {how}", now_ns, fence=not drained)
+        worker.last_cause = f"engine exited with {how}"
         self._dispatcher.pump(now_ns)
 
     def launcher_exited(self, event: LauncherExited, now_ns: int) -> None:
         worker = self._state.workers.get(event.worker.worker)
         if worker is None or worker.incarnation != event.worker.incarnation or worker.state is WorkerState.STOPPED:
             return
+        if event.engine is not None:
+            self.engine_exited(worker, event.engine, now_ns)
         how = event.reason or (f"signal {event.signal}" if event.signal is not None else f"status {event.status}")
         if worker.state is not WorkerState.LOST:
             self.lose(worker, f"process exited with {how}", now_ns, fence=False)
         worker.exit = event
-        if (
-            not worker.agent_open
-        ):  # else its last words may still be on their way: its EOF or the fence timer ends the wait
+        # Its agent's last words may still be on their way: its EOF or the fence timer ends the wait.
+        if not worker.agent_open or event.engine is not None:
             self._gone(worker, now_ns)
 
     def _gone(self, worker: Worker, now_ns: int) -> None:
         """The processes of a lost worker are gone and have nothing left to say."""
-        self._explained(worker)
+        self._blame.explained(worker)
         self._state.commands.append(CloseWorker(worker.key))
         self._state.commands += [CancelTimer(("fence", worker.id)), CancelTimer(("reap", worker.id))]
         restart = self._state.config.restart
@@ -167,35 +162,36 @@ class Membership:
             worker.move(WorkerTrigger.STOP, now_ns)
             self._state.commands.append(WorkerGaveUp(worker.key, status, signal, worker.last_cause))
             return
+        if worker.stay_out:
+            worker.move(WorkerTrigger.STOP, now_ns)
+            return
         self._schedule_restart(worker, now_ns)
 
     def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False) -> None:
         """Fence this incarnation and reopen everything placed on it.
 
-        ``fence`` False: its agent may still report for a moment. ``hung``: its own work may be why, so it counts against that.
+        ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it then.
         """
-        if (
-            worker.state is WorkerState.STARTING
-            or now_ns - worker.changed_ns < self._state.config.restart.stable_after_s * SECOND
+        if worker.state is WorkerState.STARTING or now_ns - worker.changed_ns < int(
+            self._state.config.restart.stable_after_s * SECOND
         ):
             worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
         else:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
         worker.served = worker.state in LIVE and not hung
-        self._state.counters["workers_lost"] += 1
+        self._state.counters["workers_drained" if worker.refuses and not worker.live else "workers_lost"] += 1
+        if worker.state is not WorkerState.DRAINING:
+            self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.last_cause = cause
-        worker.suspect = False
-        worker.exclusive = None
+        worker.suspect = worker.slow = False
         worker.forget_cache()
-        worker.victims = [(choice, len(choice.committed)) for choice in worker.live]
-        worker.explained = fence
+        self._blame.long_step(worker, ())
         if not fence:
-            for choice in worker.live:
-                choice.unexplained += 1
-        for choice in list(worker.live):
-            if choice in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(choice, now_ns, f"{worker.id} lost ({cause})", innocent=not hung)
+            self._blame.await_report(worker)
+        for attempt in list(worker.live):
+            if attempt in worker.live:  # failing one request may have ended others of its choices
+                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -204,16 +200,8 @@ class Membership:
             self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
         self._dispatcher.pump(now_ns)
 
-    def _explained(self, worker: Worker) -> None:
-        """Why the worker was lost is known, or will not be known any more."""
-        if not worker.explained:
-            worker.explained = True
-            self._state.changed = True
-            for choice, _ in worker.victims:
-                choice.unexplained -= 1
-
     def _fence(self, worker: Worker, now_ns: int) -> None:
-        self._explained(worker)
+        self._blame.explained(worker)
         worker.agent_open = worker.engine_open = False
         self._state.commands.append(CloseWorker(worker.key))
         self._state.commands.append(StopWorker(worker.key, kill=True))
@@ -246,26 +234,7 @@ class Membership:
         delay_s = min(restart.max_delay_s, restart.first_delay_s * 2 ** min(worker.failures - 2, 30))
         self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(delay_s * SECOND)))
 
-    def _blame(self, worker: Worker, choice: Choice, mark: int, how: str, now_ns: int) -> None:
-        """``choice`` was being computed when its engine crashed. The third time without a token between, then alone: its fault."""
-        if choice.state is ChoiceState.ENDED or len(choice.committed) > mark:
-            return
-        choice.blames += 1
-        choice.blame_mark = mark
-        choice.troubled = True
-        self._state.story.tell(now_ns, choice.request.id, choice.index, f"blamed for the crash of {worker.id} ({how})")
-        if choice.blames >= self._state.config.retry.max_blames:
-            text = f"the engine crashed {choice.blames} times while computing this request (last: {how})"
-            self._dispatcher.fail(choice.request, RequestFailure(500, "quarantined", text), now_ns)
-
-    # --- draining and stopping ------------------------------------------------------------------------------------
-
-    def drain(self, worker: Worker, now_ns: int) -> None:
-        """The worker takes nothing new (it said so, or an operator did)."""
-        if worker.state is WorkerState.READY:
-            worker.move(WorkerTrigger.DRAIN, now_ns)
-            self._state.commands.append(SendToEngine(worker.key, Drain()))
-            self._state.commands.append(SendToAgent(worker.key, Drain()))
+    # --- stopping -------------------------------------------------------------------------------------------------
 
     def stop_all(self, now_ns: int) -> None:
         for worker in self._state.workers.values():
@@ -280,16 +249,20 @@ class Membership:
 
     def heartbeat(self, worker: Worker, beat: Heartbeat, now_ns: int) -> None:
         worker.heard_ns = now_ns
-        worker.beat = beat
+        worker.hear_beat(beat, now_ns)
         worker.suspect = False
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns
-            if now_ns - worker.frozen_since_ns >= self._state.config.detector.frozen_after_s * SECOND:
+            if now_ns - worker.frozen_since_ns >= int(self._state.config.detector.frozen_after_s * SECOND):
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0
+        if beat.manifest or worker.long_step:
+            self._blame.long_step(worker, beat.manifest)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
-            self.lose(worker, f"no progress in a step for {beat.phase_age_ms} ms", now_ns, fence=True, hung=True)
+            how = f"no progress in a step for {beat.phase_age_ms} ms"
+            self._blame.accuse(worker, beat.manifest, beat.alone, how, now_ns)
+            self.lose(worker, how, now_ns, fence=True, hung=True)
         elif beat.phase == "draining" and worker.state in LIVE:
-            self.drain(worker, now_ns)
+            self.leaving.said(worker, now_ns)

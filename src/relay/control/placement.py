@@ -4,12 +4,13 @@ from itertools import islice
 
 from relay.config import SECOND
 from relay.control.admission import cannot_fit
+from relay.control.attempts import Attempt
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
 from relay.control.contract import RequestFailure
 from relay.control.requests import Choice, Request
 from relay.control.router import Placement, Router
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import ChoiceState, Trigger
+from relay.control.transitions import AttemptState, AttemptTrigger, ChoiceState, Trigger, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import Accept, Cancel, Prefill, Refuse, Reserve, Run
 
@@ -35,13 +36,34 @@ class Dispatcher:
         progress = True
         while progress and len(queue) and self._router.any_room():
             progress = False
+            crowded = self._router.crowded()
             for choice in list(islice(queue, SCAN_LIMIT)):
                 if choice.not_before_ns > now_ns or choice.state is not ChoiceState.WAITING:
                     continue
+                if crowded and choice.numerics_id is None:
+                    continue
+                if choice.resumes and now_ns < self._state.resumes_wait_until_ns:
+                    continue
                 placement = self._router.choose(choice, now_ns)
-                if placement is not None:
+                if placement is not None and self._pays(choice, placement, now_ns):
                     self._place(choice, placement, now_ns)
                     progress = True
+                    crowded = self._router.crowded()
+
+    def _pays(self, choice: Choice, placement: Placement, now_ns: int) -> bool:
+        """Take a resume from the retry budget. With too little left, it and all resumes behind it wait."""
+        if not choice.resumes:
+            return True
+        state = self._state
+        budget, retry = state.retry_budget, state.config.retry
+        budget.pass_time(now_ns)
+        if budget.affords(placement.uncached):
+            budget.spend(placement.uncached)
+            return True
+        wait_ns = max(int(retry.backoff_s * SECOND), budget.wait_ns(placement.uncached))
+        state.resumes_wait_until_ns = now_ns + min(wait_ns, int(retry.max_backoff_s * SECOND))
+        state.counters["resumes_delayed"] += 1
+        return False
 
     def _place(self, choice: Choice, placement: Placement, now_ns: int) -> None:
         state = self._state
@@ -51,54 +73,67 @@ class Dispatcher:
             self.fail(choice.request, failure, now_ns)
             return
         state.queue.remove(choice)
-        choice.attempt += 1
+        choice.move(Trigger.PLACE)
+        choice.resumes = False
+        self._open(choice, placement, now_ns)
+
+    def hedge(self, attempt: Attempt, placement: Placement, now_ns: int) -> None:
+        """Open a second attempt beside ``attempt``, whose worker is doubted."""
+        choice = attempt.choice
+        attempt.hedged = True
+        self._state.counters["hedges"] += 1
+        self._state.counters["hedge_tokens"] += placement.uncached
+        doubted = " and ".join(worker.id for worker in attempt.workers if worker.doubted)
+        self._tell(choice, now_ns, f"attempt {attempt.number} gets a hedge: {doubted} is doubted")
+        choice.keep_evidence(attempt)
+        self._open(choice, placement, now_ns).hedge = True
+
+    def _open(self, choice: Choice, placement: Placement, now_ns: int) -> Attempt:
+        """One more live attempt, at ``placement``."""
+        state = self._state
         decode, prefill = placement.decode, placement.prefill
-        choice.decode, choice.prefill = decode, prefill
+        transfer = 0
+        if prefill is not None:
+            transfer = state.next_transfer
+            state.next_transfer += 1
+        solo_until = choice.request.suspicion.solo_until(state.config.retry.max_blames)
+        attempt = choice.begin(decode, prefill, transfer, solo_until, now_ns)
         hashes = choice.hashes(decode.numerics_id)
-        decode.expect(choice, hashes)
+        decode.expect(attempt, hashes)
         if prefill is None:
-            choice.move(Trigger.RUN, now_ns)
-            decode.book(choice, placement.uncached_decode, now_ns)
-            self._tell(
-                choice,
-                now_ns,
-                f"attempt {choice.attempt}: run on {decode.id}, {placement.uncached_decode} tokens uncached",
-            )
-            state.commands.append(SendToEngine(decode.key, Run(choice.work())))
-            return
-        choice.move(Trigger.RESERVE, now_ns)
-        choice.transfer = state.next_transfer
-        state.next_transfer += 1
-        prefill.expect(choice, hashes)
-        prefill.book(choice, placement.uncached_prefill, now_ns)
-        decode.book(choice, 0, now_ns)
+            decode.book(attempt, placement.uncached_decode, now_ns)
+            text = f"attempt {attempt.number}: run on {decode.id}, {placement.uncached_decode} tokens uncached"
+            self._tell(choice, now_ns, text)
+            state.commands.append(SendToEngine(decode.key, Run(attempt.work())))
+            return attempt
+        prefill.expect(attempt, hashes)
+        prefill.book(attempt, placement.uncached_prefill, now_ns)
+        decode.book(attempt, 0, now_ns)
         decode.reserving += 1
-        self._tell(
-            choice,
-            now_ns,
-            f"attempt {choice.attempt}: {prefill.id} → {decode.id}, {placement.uncached_prefill} tokens uncached",
-        )
-        reserve = Reserve(choice.work(), choice.transfer, prefill.id, prefill.incarnation)
+        text = f"attempt {attempt.number}: {prefill.id} → {decode.id}, {placement.uncached_prefill} tokens uncached"
+        self._tell(choice, now_ns, text)
+        reserve = Reserve(attempt.work(), transfer, prefill.id, prefill.incarnation)
         state.commands.append(SendToEngine(decode.key, reserve))
+        return attempt
 
     def accepted(self, worker: Worker, message: Accept, now_ns: int) -> None:
         """D made room: P may start."""
-        choice = self._placed(worker, message)
-        if choice is None or choice.state is not ChoiceState.RESERVING or worker is not choice.decode:
+        attempt = self._placed(worker, message)
+        if attempt is None or attempt.state is not AttemptState.RESERVING or worker is not attempt.decode:
             return
-        if message.transfer != choice.transfer or not 0 <= message.cached_tokens <= choice.num_tokens:
-            self.reopen(choice, now_ns, f"{worker.id} accepted something else")
+        if message.transfer != attempt.transfer or not 0 <= message.cached_tokens <= attempt.num_tokens:
+            self.reopen(attempt, now_ns, f"{worker.id} accepted something else")
             return
-        prefill = choice.prefill
+        prefill = attempt.prefill
         assert prefill is not None
         assert worker.engine is not None
         worker.reserving -= 1
         worker.tight = False
         self._state.changed = True
-        choice.move(Trigger.ACCEPT, now_ns)
+        attempt.move(AttemptTrigger.ACCEPT, now_ns)
         order = Prefill(
-            work=choice.work(),
-            transfer=choice.transfer,
+            work=attempt.work(),
+            transfer=attempt.transfer,
             first_token=message.cached_tokens,
             addresses=worker.engine.kv_addresses,
             target=worker.id,
@@ -108,35 +143,43 @@ class Dispatcher:
 
     def refused(self, worker: Worker, message: Refuse, now_ns: int) -> None:
         """The work was not taken: try elsewhere, wait, or give up if it never can be."""
-        choice = self._placed(worker, message)
-        if choice is None:
+        attempt = self._placed(worker, message)
+        if attempt is None:
             return
+        choice = attempt.choice
         self._state.counters[f"refused_{message.reason}"] += 1
-        if message.reason == "too_long":
+        others = len(choice.attempts) > 1
+        if message.reason == "too_long" and not others:
             text = f"{worker.id} cannot hold this request in its KV cache"
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
         if message.reason == "full":
-            self._back_to_queue(choice, now_ns, f"{worker.id} is full")
+            whole = attempt.prefill is None
+            self.close(attempt, now_ns, f"{worker.id} is full")
             worker.full = worker.tight = True
+            worker.queue_full = whole
+            if others:
+                return
             choice.full_since_ns = choice.full_since_ns or now_ns
             choice.troubled = True
             return
-        if message.reason == "draining":
-            self._back_to_queue(choice, now_ns, f"{worker.id} drains")
+        if message.reason in ("draining", "too_long"):
+            self.close(attempt, now_ns, f"{worker.id} refused: {message.reason}")
             return
         choice.transfer_failures += 1
-        self.reopen(choice, now_ns, f"{worker.id} refused: {message.reason}")
+        self._state.breakers.workers[worker.id].failed(now_ns)
+        self.reopen(attempt, now_ns, f"{worker.id} refused: {message.reason}")
 
-    def reopen(self, choice: Choice, now_ns: int, cause: str, *, innocent: bool = False) -> None:
-        """The attempt failed: the next one starts from prompt and committed tokens, before new requests.
+    def reopen(self, attempt: Attempt, now_ns: int, cause: str, *, innocent: bool = False) -> None:
+        """The attempt failed: the next one starts from prompt and committed tokens, before new requests; or the choice goes on
+        with its other one.
 
         ``innocent``: its worker was lost. That is no failure of the attempt, waits for nothing, and is bounded far higher: only
         because nobody can tell a request that makes the kernel kill its engine from bad luck.
         """
         retry = self._state.config.retry
+        choice = attempt.choice
         choice.troubled = True
-        self._state.counters["resumed"] += 1
         if innocent:
             choice.losses += 1
         else:
@@ -145,33 +188,79 @@ class Dispatcher:
             text = f"gave up after {choice.failures + choice.losses} attempts without a new token; the last: {cause}"
             self.fail(choice.request, RequestFailure(500, "retries_exhausted", text), now_ns)
             return
+        if len(choice.attempts) > 1:
+            self.close(attempt, now_ns, cause)
+            return
+        self._state.counters["resumed"] += 1
+        choice.resumes = True
         if choice.failures > 1 and not innocent:  # the first failover waits for nothing
             delay_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (choice.failures - 2))
             choice.not_before_ns = now_ns + int(delay_s * 1e9)
-        self._back_to_queue(choice, now_ns, cause)
+        self.close(attempt, now_ns, cause)
 
-    def finish(self, choice: Choice, worker: Worker, now_ns: int) -> None:
+    def close(self, attempt: Attempt, now_ns: int, cause: str) -> None:
+        """End one attempt. Its choice goes on with the other one if there is one, else it waits for a new place."""
+        choice = attempt.choice
+        self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
+        self._cancel(attempt)
+        self._leave(attempt, now_ns)
+        for survivor in choice.attempts:
+            survivor.hedge = False
+        if not choice.attempts:
+            choice.move(Trigger.REOPEN)
+            self._state.queue.add_resumed(choice)
+
+    def relocate(self, worker: Worker, now_ns: int) -> None:
+        """Move what ``worker`` decodes to ready workers, as far as they have room now: each after its last committed token.
+
+        What it prefills for others ends there by itself.
+        """
+        for attempt in list(worker.live):
+            choice = attempt.choice
+            if attempt.decode is not worker or attempt not in choice.attempts:
+                continue
+            if len(choice.attempts) > 1:
+                self.close(attempt, now_ns, f"{worker.id} drains")
+                continue
+            placement = self._router.choose(choice, now_ns)
+            if placement is None or placement.decode.state is not WorkerState.READY:
+                continue
+            self._state.counters["moved"] += 1
+            self.close(attempt, now_ns, f"{worker.id} drains")
+            self._place(choice, placement, now_ns)
+
+    def transfer_failed(self, attempt: Attempt, now_ns: int) -> None:
+        """KV of ``attempt`` did not reach D, or nobody knows whether it did. Counts against the link, if there is one."""
+        if attempt.prefill is None:
+            self._state.breakers.workers[attempt.decode.id].failed(now_ns)
+            return
+        attempt.choice.transfer_failures += 1
+        self._state.breakers.link_failed(attempt.prefill.id, attempt.decode.id, now_ns)
+
+    def finish(self, attempt: Attempt, worker: Worker, now_ns: int) -> None:
         """The engine's last token of this choice was committed. Others that hold it are told."""
-        for other in (choice.prefill, choice.decode):
-            if other is not None and (other is not worker or choice.prefill is not None):
-                self._cancel_at(choice, other)
+        choice = attempt.choice
+        self._state.breakers.workers[worker.id].succeeded(now_ns)
+        for other in attempt.workers:
+            if other is not worker or attempt.prefill is not None:
+                self._cancel_at(attempt, other)
+        self._leave(attempt, now_ns)
         self._end(choice, now_ns)
 
     def stop(self, choice: Choice, now_ns: int, cause: str) -> None:
         """A stop string matched: nothing more of this choice is wanted."""
         self._tell(choice, now_ns, cause)
-        self._doubt(choice, now_ns)
-        self._cancel(choice)
+        for attempt in choice.attempts:
+            if attempt.state is AttemptState.RUNNING:
+                self._state.breakers.workers[attempt.decode.id].succeeded(now_ns)
         self._end(choice, now_ns)
 
     def fail(self, request: Request, failure: RequestFailure | None, now_ns: int) -> None:
         """End every choice; ``failure`` None: the client is gone, nobody is told."""
         for choice in request.choices:
             if choice.state is not ChoiceState.ENDED:
-                self._doubt(choice, now_ns)
-                self._cancel(choice)
-                self._leave(choice)
-                choice.move(Trigger.END, now_ns)
+                self._abandon(choice, now_ns)
+                choice.move(Trigger.END)
         if self._state.requests.pop(request.id, None) is None:
             return
         if failure is None:
@@ -188,26 +277,17 @@ class Dispatcher:
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, worker: Worker, message: Accept | Refuse) -> Choice | None:
-        """The choice whose current attempt ``message`` of ``worker`` is about."""
+    def _placed(self, worker: Worker, message: Accept | Refuse) -> Attempt | None:
+        """The live attempt that ``message`` of ``worker`` is about."""
         request = self._state.requests.get(message.request)
         if request is None or not 0 <= message.choice < len(request.choices):
             return None
-        choice = request.choices[message.choice]
-        if choice.attempt != message.attempt or worker not in (choice.decode, choice.prefill):
-            return None
-        return choice
-
-    def _back_to_queue(self, choice: Choice, now_ns: int, cause: str) -> None:
-        self._tell(choice, now_ns, f"attempt {choice.attempt} ended after {len(choice.committed)} tokens: {cause}")
-        self._cancel(choice)
-        self._leave(choice)
-        choice.move(Trigger.REOPEN, now_ns)
-        self._state.queue.add_resumed(choice)
+        attempt = request.choices[message.choice].find(message.attempt)
+        return attempt if attempt is not None and attempt.on(worker) else None
 
     def _end(self, choice: Choice, now_ns: int) -> None:
-        self._leave(choice)
-        choice.move(Trigger.END, now_ns)
+        self._abandon(choice, now_ns)
+        choice.move(Trigger.END)
         request = choice.request
         request.open_choices -= 1
         if request.open_choices == 0:
@@ -216,34 +296,33 @@ class Dispatcher:
             self._state.commands.append(Ended(request.id))
             self.check_quiesced()
 
-    def _leave(self, choice: Choice) -> None:
-        """Take the choice off its workers and out of the queue."""
+    def _abandon(self, choice: Choice, now_ns: int) -> None:
+        """Cancel every live attempt and take the choice out of the queue."""
+        for attempt in list(choice.attempts):
+            self._cancel(attempt)
+            self._leave(attempt, now_ns)
         self._state.changed = True
-        if choice.state is ChoiceState.RESERVING and choice.decode is not None:
-            choice.decode.reserving -= 1
-        for worker in (choice.prefill, choice.decode):
-            if worker is not None:
-                worker.unbook(choice)
-        choice.prefill = choice.decode = None
-        choice.ahead.clear()
         self._state.queue.remove(choice)
-        self._state.release_exclusive(choice)
+        choice.request.suspicion.clear(choice.index)
 
-    def _doubt(self, choice: Choice, now_ns: int) -> None:
-        """A suspect ends: its step in flight may still crash the engine, and nobody else is to be blamed for that."""
-        if choice.blames:
-            for worker in (choice.prefill, choice.decode):
-                if worker is not None:
-                    worker.unsure_until_ns = now_ns + int(self._state.config.detector.step_deadline_s * SECOND)
+    def _leave(self, attempt: Attempt, now_ns: int) -> None:
+        """Take the attempt off its workers: it is live no more."""
+        self._state.changed = True
+        if attempt.state is AttemptState.RESERVING:
+            attempt.decode.reserving -= 1
+        for worker in attempt.workers:
+            worker.unbook(attempt)
+        attempt.move(AttemptTrigger.END, now_ns)
+        attempt.choice.attempts.remove(attempt)
 
-    def _cancel(self, choice: Choice) -> None:
-        for worker in (choice.prefill, choice.decode):
-            if worker is not None:
-                self._cancel_at(choice, worker)
+    def _cancel(self, attempt: Attempt) -> None:
+        for worker in attempt.workers:
+            self._cancel_at(attempt, worker)
 
-    def _cancel_at(self, choice: Choice, worker: Worker) -> None:
+    def _cancel_at(self, attempt: Attempt, worker: Worker) -> None:
         if worker.state in LIVE:
-            cancel = Cancel(choice.request.id, choice.index, choice.attempt)
+            choice = attempt.choice
+            cancel = Cancel(choice.request.id, choice.index, attempt.number)
             self._state.commands.append(SendToEngine(worker.key, cancel))
 
     def _tell(self, choice: Choice, now_ns: int, text: str) -> None:

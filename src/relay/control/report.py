@@ -1,11 +1,19 @@
 """What the gateway tells about itself: status, health and metrics."""
 
 from relay.config import SECOND
+from relay.control.breaker import BreakerState
 from relay.control.state import ClusterState
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
 
 NO_PROGRESS_S = 30.0
+ALWAYS = (
+    "hedges",
+    "hedges_won",
+    "hedge_tokens",
+    "token_disagreements",
+    "resumes_delayed",
+)  # shown before they happen, too
 
 
 def status(state: ClusterState, now_ns: int) -> dict[str, object]:
@@ -17,7 +25,13 @@ def status(state: ClusterState, now_ns: int) -> dict[str, object]:
         "ready": bool(state.ready_workers()) and not state.draining,
         "draining": state.draining,
         "requests": {"running": _num_running(state), "waiting": len(state.queue)},
-        "workers": [_worker(worker, now_ns) for worker in state.workers.values()],
+        "alarm": state.alarm,
+        "rollout": {"left": list(state.rollout), "problem": state.rollout_problem},
+        "links": {
+            f"{prefill}>{decode}": breaker.at(now_ns).value
+            for (prefill, decode), breaker in state.breakers.links.items()
+        },
+        "workers": [_worker(state, worker, now_ns) for worker in state.workers.values()],
     }
 
 
@@ -26,9 +40,9 @@ def _num_running(state: ClusterState) -> int:
     return sum(request.open_choices for request in state.requests.values()) - len(state.queue)
 
 
-def _worker(worker: Worker, now_ns: int) -> dict[str, object]:
-    load = worker.load
+def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, object]:
     alive = worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+    load = worker.load if alive else None
     return {
         "id": worker.id,
         "pid": worker.engine.pid if alive and worker.engine else None,
@@ -42,6 +56,8 @@ def _worker(worker: Worker, now_ns: int) -> dict[str, object]:
         "waiting": load.waiting if load else 0,
         "placed": len(worker.live),
         "suspect": worker.suspect,
+        "slow": worker.slow,
+        "breaker": state.breakers.workers[worker.id].at(now_ns).value,
         "numerics_id": worker.numerics_id,
         "state_age_s": round((now_ns - worker.changed_ns) / SECOND, 3),
         "last_loss": worker.last_cause,
@@ -50,6 +66,8 @@ def _worker(worker: Worker, now_ns: int) -> dict[str, object]:
 
 def health(state: ClusterState, now_ns: int) -> tuple[bool, str]:
     """False when a worker has work and moves nothing. Being without workers is readiness, not health."""
+    if state.alarm:
+        return False, f"{state.alarm}; a machine computes wrongly"
     for worker in state.ready_workers():
         age_s = (now_ns - worker.progress_ns) / SECOND
         stepping = worker.beat is not None and worker.beat.phase == "stepping"
@@ -58,17 +76,27 @@ def health(state: ClusterState, now_ns: int) -> tuple[bool, str]:
     return True, ""
 
 
-def metrics(state: ClusterState) -> list[tuple[str, dict[str, str], float]]:
+def metrics(state: ClusterState, now_ns: int) -> list[tuple[str, dict[str, str], float]]:
     """(name, labels, value). Names ending in ``_total`` only grow, until the gateway restarts."""
     samples: list[tuple[str, dict[str, str], float]] = [
         ("relay_num_requests_running", {}, _num_running(state)),
         ("relay_num_requests_waiting", {}, len(state.queue)),
         ("relay_num_tokens_waiting", {}, state.queue.num_new_tokens),
     ]
-    samples += [(f"relay_{name}_total", {}, count) for name, count in sorted(state.counters.items())]
+    counters = {**dict.fromkeys(ALWAYS, 0), **state.counters}
+    samples += [(f"relay_{name}_total", {}, count) for name, count in sorted(counters.items())]
+    samples += [
+        ("relay_hedge_budget_tokens", {}, state.hedge_budget.tokens),
+        ("relay_retry_budget_tokens", {}, state.retry_budget.tokens),
+    ]
+    for (prefill, decode), breaker in state.breakers.links.items():
+        label = {"worker": "", "link": f"{prefill}>{decode}"}
+        samples.append(("relay_breaker_open", label, float(breaker.at(now_ns) is BreakerState.OPEN)))
     for worker in state.workers.values():
         label = {"worker": worker.id, "role": worker.role}
         samples.append(("relay_worker_up", label, float(worker.state is WorkerState.READY)))
+        opened = state.breakers.workers[worker.id].at(now_ns) is BreakerState.OPEN
+        samples.append(("relay_breaker_open", {"worker": worker.id, "link": ""}, float(opened)))
         samples.append(("relay_worker_incarnation", label, worker.incarnation))
         samples.append(("relay_worker_sequences", label, len(worker.live)))
         samples.append(("relay_worker_backlog_tokens", label, worker.backlog_tokens))

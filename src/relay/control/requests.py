@@ -4,129 +4,177 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from relay.control.attempts import Attempt
 from relay.control.contract import Submission
 from relay.control.transitions import CHOICE_TRANSITIONS, ChoiceState, Trigger
 from relay.protocol.block_hash import UNIT_TOKENS, root_hash, unit_hashes
-from relay.protocol.messages import TokenEntry, Work
 
 if TYPE_CHECKING:
     from relay.control.workers import Worker
 
-MAX_AHEAD_TOKENS = 256
+TokenLogprobs = tuple[float, list[tuple[int, float]]]  # of one token: its own and the top alternatives
+
+MAX_ATTEMPTS = 2  # live at once: one, and its hedge
 
 
 class Choice:
-    """One choice of one request: its committed tokens and the one live attempt.
+    """One choice of one request: its committed tokens and its live attempts.
 
-    ``attempt`` numbers placements from 1 and is 0 before the first. ``prefill`` is P while it still matters, ``decode`` the worker
-    that holds (or will hold) the sequence; both are None exactly in WAITING and ENDED.
+    ``attempts`` are the live ones, oldest first: one or two exactly in PLACED. ``num_attempts`` counts all that there ever were
+    and is the number of the newest, so numbers only grow over the life of the choice.
     """
 
     __slots__ = (
-        "ahead",
-        "attempt",
-        "blame_mark",
-        "blames",
-        "changed_ns",
+        "attempts",
         "committed",
-        "decode",
+        "disagreements",
+        "disputed",
+        "distrusted",
+        "evidence",
+        "evidence_from",
         "failures",
         "full_since_ns",
         "index",
         "losses",
         "not_before_ns",
+        "num_attempts",
         "numerics_id",
-        "prefill",
         "request",
+        "resumes",
         "state",
-        "transfer",
         "transfer_failures",
         "troubled",
-        "unexplained",
+        "witnesses",
     )
 
-    def __init__(self, request: Request, index: int, now_ns: int) -> None:
+    def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
         self.state = ChoiceState.WAITING
-        self.attempt = 0
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.transfer = 0
+        self.attempts: list[Attempt] = []
+        self.num_attempts = 0
         self.committed: list[int] = []
-        self.ahead: list[TokenEntry] = []  # of D, while P's first token is still on its way here
-        self.changed_ns = now_ns  # of the last state change
         self.numerics_id: str | None = None  # pinned by the first committed token
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
         self.failures = 0
         self.losses = 0  # attempts that ended with their worker
         self.transfer_failures = 0
-        self.blames = 0
-        self.blame_mark = 0
-        self.unexplained = 0  # engines just lost under it, whose agents have not said yet whether they crashed
         self.full_since_ns = 0
         self.not_before_ns = 0
+        self.resumes = False  # the next placement computes again what one before it had
+        # I4: what two attempts said of one position must be equal.
+        self.evidence: list[TokenLogprobs | None] = []  # of committed positions from ``evidence_from`` on
+        self.evidence_from = 0
+        self.witnesses: tuple[str, ...] = ()  # workers of the attempt whose positions those are
+        self.disagreements = 0
+        self.disputed: int | None = None  # the next attempt begins here: its word decides
+        self.distrusted: tuple[str, ...] = ()  # workers that disagreed about it
 
-    def move(self, trigger: Trigger, now_ns: int) -> None:
+    def move(self, trigger: Trigger) -> None:
         """Take one transition of the table. An illegal one is a bug of the caller, not of a peer."""
         target = CHOICE_TRANSITIONS.get((self.state, trigger))
         if target is None:
             raise AssertionError(f"choice {self.request.id}.{self.index}: {trigger.name} in {self.state.name}")
         self.state = target
-        self.changed_ns = now_ns
+
+    def begin(self, decode: Worker, prefill: Worker | None, transfer: int, solo_until: int, now_ns: int) -> Attempt:
+        """A new live attempt from prompt and committed tokens."""
+        assert len(self.attempts) < MAX_ATTEMPTS
+        self.num_attempts += 1
+        attempt = Attempt(self, self.num_attempts, self.start, decode, prefill, transfer, solo_until, now_ns)
+        self.attempts.append(attempt)
+        return attempt
+
+    def find(self, number: int) -> Attempt | None:
+        """The live attempt of that number."""
+        for attempt in self.attempts:
+            if attempt.number == number:
+                return attempt
+        return None
+
+    @property
+    def start(self) -> int:
+        """Generated tokens a new attempt starts from: all that are committed, but none that is disputed."""
+        return len(self.committed) if self.disputed is None else min(self.disputed, len(self.committed))
 
     @property
     def num_tokens(self) -> int:
         """Tokens a new attempt starts from: prompt and committed ones."""
-        return len(self.request.submission.token_ids) + len(self.committed)
-
-    def work(self) -> Work:
-        """The message body of the current attempt."""
-        submission = self.request.submission
-        return Work(
-            request=self.request.id,
-            choice=self.index,
-            attempt=self.attempt,
-            token_ids=submission.token_ids + self.committed,
-            num_prompt=len(submission.token_ids),
-            params=submission.params,
-            cache_salt=submission.cache_salt,
-            capture=submission.capture,
-        )
+        return len(self.request.submission.token_ids) + self.start
 
     def hashes(self, numerics_id: str) -> list[bytes]:
-        """Unit hashes of prompt and committed tokens under one numerics id."""
+        """Unit hashes of what a new attempt starts from under one numerics id."""
         prompt = self.request.prompt_hashes(numerics_id)
-        if not self.committed:
+        committed = self.committed[: self.start]
+        if not committed:
             return prompt
         token_ids = self.request.submission.token_ids
         covered = len(prompt) * UNIT_TOKENS
         parent = prompt[-1] if prompt else root_hash(numerics_id, self.request.submission.cache_salt)
-        return prompt + unit_hashes(parent, token_ids[covered:] + self.committed)
+        return prompt + unit_hashes(parent, token_ids[covered:] + committed)
+
+    def keep_evidence(self, witness: Attempt) -> None:
+        """From here on another attempt than ``witness`` may speak of the same positions."""
+        self.witnesses = tuple(worker.id for worker in witness.workers)
+        if self.evidence_from + len(self.evidence) != len(self.committed):
+            self.evidence_from, self.evidence = len(self.committed), []
 
     def progressed(self) -> None:
         """A token was committed: forget the troubles before it."""
         self.failures = self.losses = self.transfer_failures = self.full_since_ns = self.not_before_ns = 0
-        if len(self.committed) > self.blame_mark:
-            self.blames = 0
-        self.troubled = self.blames > 0
+        suspicion = self.request.suspicion
+        if self.num_tokens > suspicion.ends.get(self.index, 0):
+            suspicion.clear(self.index)
+        self.troubled = self.index in suspicion.ends
+        self.disputed = None  # whoever began there has agreed with all that followed
 
     def __repr__(self) -> str:
-        return f"<choice {self.request.id}.{self.index} attempt {self.attempt} {self.state.value}>"
+        return f"<choice {self.request.id}.{self.index} attempt {self.num_attempts} {self.state.value}>"
+
+
+class Suspicion:
+    """What speaks against one request: engines that ended by themselves while they computed it.
+
+    ``ends``: choice → the position up to which those steps were to compute it. A choice with a token behind that is innocent; when
+    all that were named are, so is the request.
+    """
+
+    __slots__ = ("blames", "ends", "unexplained")
+
+    def __init__(self) -> None:
+        self.blames = 0
+        self.ends: dict[int, int] = {}
+        self.unexplained = 0  # engines just lost under it, whose agents have not said why, and those that may hang
+
+    @property
+    def total(self) -> int:
+        """Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is."""
+        return self.blames + self.unexplained
+
+    def clear(self, choice: int) -> None:
+        """``choice`` came past the place, or will not go there."""
+        self.ends.pop(choice, None)
+        if not self.ends:
+            self.blames = 0
+
+    def solo_until(self, max_blames: int) -> int:
+        """Positions before this are computed alone: one more blame would end the request. 0: none."""
+        return max(self.ends.values(), default=0) if self.blames >= max_blames - 1 else 0
 
 
 class Request:
     """One client request: what was submitted and its choices."""
 
-    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns")
+    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns", "suspicion")
 
     def __init__(self, request: int, submission: Submission, now_ns: int) -> None:
         self.id = request
         self.submission = submission
         self.submitted_ns = now_ns
-        self.choices = [Choice(self, index, now_ns) for index in range(submission.n)]
+        self.choices = [Choice(self, index) for index in range(submission.n)]
         self.open_choices = submission.n
+        self.suspicion = Suspicion()
         self._hashes: dict[str, list[bytes]] = {}
 
     def prompt_hashes(self, numerics_id: str) -> list[bytes]:

@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from relay.config import SECOND
-from relay.control.requests import Choice
+from relay.control.attempts import Attempt
+from relay.control.breaker import EVERYTHING
+from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
-from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
 from relay.protocol.block_hash import UNIT_TOKENS
 
 SEQUENCE_COST_TOKENS = 32  # a running sequence delays a newcomer about as much as this many prompt tokens
 COMPUTE_WEIGHT = 2  # a token computed again costs this request its wait and everybody the work
+BREAKER_COST_TOKENS = 1 << 38  # more than any load: taken only where nothing else has room
 SUSPECT_COST_TOKENS = 1 << 40
 
 
@@ -24,12 +26,18 @@ class Placement:
     uncached_decode: int
     uncached_prefill: int
 
+    @property
+    def uncached(self) -> int:
+        """Tokens that this placement makes somebody compute."""
+        return self.uncached_decode if self.prefill is None else self.uncached_prefill
+
 
 class Router:
     """Chooses by one cost in tokens: those booked on the worker, its sequences, and twice those of this choice it has not cached.
 
     So the longest cached prefix wins until load outweighs what it saves. Roles are preferences: without a live decode
-    worker any worker decodes, without a live prefill worker D prefills.
+    worker any worker decodes, without a live prefill worker D prefills. So are breakers: a worker over what its breaker allows
+    is taken when no other has room, wherever the prefix is cached. A KV transfer over a bad link is not: D computes instead.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -37,28 +45,71 @@ class Router:
 
     def any_room(self) -> bool:
         """Whether looking at the queue can be worth while at all."""
-        for worker in self._state.workers.values():
-            if worker.state is WorkerState.READY and (worker.has_room or worker.exclusive is not None):
-                return True
-        return False
+        return any(worker.has_room for worker in [*self._state.ready_workers(), *self._state.last_of_their_kind()])
+
+    def crowded(self) -> bool:
+        """No worker that would decode has room: ``choose`` has nothing for a choice that any numerics suit."""
+        ready = self._state.ready_workers()
+        decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        return not any(worker.has_room for worker in decoders)
 
     def choose(self, choice: Choice, now_ns: int) -> Placement | None:
         """A placement for ``choice`` now, or None: it waits."""
+        request = choice.request
+        suspicion = request.suspicion
+        if suspicion.unexplained and suspicion.total >= self._state.config.retry.max_blames - 1:
+            return None  # whether it must run alone is about to be known
+        placement = self._place(choice, now_ns)
+        if placement is None or len(request.choices) == 1:
+            return placement
+        homes = self._computing_at(request)
+        if not homes or (placement.prefill or placement.decode) in homes:
+            return placement
+        ready = self._state.ready_workers()
+        for home in homes:  # until it has proved harmless it computes on one engine at a time
+            if home.role != "prefill" and home.has_room and self._may_serve(home, choice) and home in ready:
+                return Placement(home, None, self._uncached(home, choice), 0)
+        return None
+
+    @staticmethod
+    def _computing_at(request: Request) -> list[Worker]:
+        """Where an unproven request is: one that has no token yet, or is blamed. Empty for others."""
+        if not request.suspicion.blames and any(choice.committed for choice in request.choices):
+            return []
+        attempts = [attempt for choice in request.choices for attempt in choice.attempts]
+        return list(dict.fromkeys(attempt.prefill or attempt.decode for attempt in attempts))
+
+    def _place(self, choice: Choice, now_ns: int) -> Placement | None:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
+        if not ready and choice.numerics_id is not None:
+            ready = [worker for worker in self._state.last_of_their_kind() if self._may_serve(worker, choice)]
+        return self._among(ready, choice, now_ns)
+
+    def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:
+        """A second placement beside ``attempt``: other workers of the same numerics that nothing speaks against, or None."""
+        choice, numerics_id = attempt.choice, attempt.decode.numerics_id
+        fine = [
+            worker
+            for worker in self._state.ready_workers()
+            if worker.numerics_id == numerics_id
+            and not worker.doubted
+            and not attempt.on(worker)
+            and self._may_serve(worker, choice)
+            and len(worker.live) < self._allowance(worker, now_ns)
+        ]
+        return self._among(fine, choice, now_ns)
+
+    def _among(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
+        """The best placement on some of ``ready``."""
         if not ready:
             return None
-        # Failover is faster than the agents' reports: what is not explained yet counts as a crash until it is.
-        suspicion, max_blames = choice.blames + choice.unexplained, self._state.config.retry.max_blames
-        if choice.unexplained and suspicion >= max_blames:
-            return None
-        if suspicion >= max_blames - 1:
-            return self._alone(choice, ready, now_ns)
-        if choice.troubled:
-            self._state.release_exclusive(choice)  # a loss under it turned out to be no crash
         decoders = [worker for worker in ready if worker.role != "prefill"] or ready
+        if not any(worker.has_room for worker in decoders):
+            return None
         prefillers = [worker for worker in ready if worker.role == "prefill" and worker not in decoders]
         uncached = {worker.id: self._uncached(worker, choice) for worker in ready}
-        decode = self._cheapest(decoders, uncached, lambda worker: worker.has_room)
+        allowance = self._allowances(ready, now_ns)
+        decode = self._cheapest(decoders, uncached, allowance, lambda worker: worker.has_room)
         if decode is None:
             return None
         alone = Placement(decode, None, uncached[decode.id], 0)
@@ -69,20 +120,40 @@ class Router:
         if uncached[decode.id] < short:
             # Unless the rest of its prefix is on its way to D: then it waits, and D has the prefix once instead of many times.
             return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
-        with_kv_room = self._cheapest(decoders, uncached, lambda worker: worker.can_reserve)
+        with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
         if with_kv_room is None:
-            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < retry.full_patience_s * SECOND
+            patient = not choice.full_since_ns or now_ns - choice.full_since_ns < int(retry.full_patience_s * SECOND)
             return None if patient else alone
         # During an upgrade workers differ: KV crosses only between equal numerics.
-        pairable = [worker for worker in prefillers if worker.numerics_id == with_kv_room.numerics_id]
+        pairable = [
+            worker
+            for worker in prefillers
+            if worker.numerics_id == with_kv_room.numerics_id and self._link_has_room(worker, with_kv_room, now_ns)
+        ]
         if not pairable:
             return Placement(with_kv_room, None, uncached[with_kv_room.id], 0)
-        prefill = self._cheapest(pairable, uncached, lambda worker: worker.has_room)
+        prefill = self._cheapest(pairable, uncached, allowance, lambda worker: worker.has_room)
         if prefill is None:
             return None
         return Placement(with_kv_room, prefill, uncached[with_kv_room.id], uncached[prefill.id])
 
+    def _allowance(self, worker: Worker, now_ns: int) -> int:
+        return self._state.breakers.workers[worker.id].allowance(now_ns, worker.max_live)
+
+    def _allowances(self, ready: list[Worker], now_ns: int) -> dict[str, int]:
+        """Sequences each may have by its breaker. With more than half open, open ones count as closed: it is not them."""
+        found = {worker.id: self._allowance(worker, now_ns) for worker in ready}
+        if 2 * sum(not allowed for allowed in found.values()) > len(found):
+            return {worker: allowed or EVERYTHING for worker, allowed in found.items()}
+        return found
+
+    def _link_has_room(self, prefill: Worker, decode: Worker, now_ns: int) -> bool:
+        allowed = self._state.breakers.link_allowance(prefill.id, decode.id, now_ns)
+        return allowed == EVERYTHING or sum(attempt.decode is decode for attempt in prefill.live) < allowed
+
     def _may_serve(self, worker: Worker, choice: Choice) -> bool:
+        if worker.id in choice.distrusted:
+            return False
         return choice.numerics_id is None or worker.numerics_id == choice.numerics_id
 
     @staticmethod
@@ -96,7 +167,12 @@ class Router:
         return max(1, choice.num_tokens - coming)
 
     @staticmethod
-    def _cheapest(workers: Iterable[Worker], uncached: dict[str, int], fits: Callable[[Worker], bool]) -> Worker | None:
+    def _cheapest(
+        workers: Iterable[Worker],
+        uncached: dict[str, int],
+        allowance: dict[str, int],
+        fits: Callable[[Worker], bool],
+    ) -> Worker | None:
         best: Worker | None = None
         best_cost = 0
         for worker in workers:
@@ -105,21 +181,10 @@ class Router:
             cost = (
                 worker.backlog_tokens + COMPUTE_WEIGHT * uncached[worker.id] + SEQUENCE_COST_TOKENS * len(worker.live)
             )
-            if worker.suspect:
+            if len(worker.live) >= allowance[worker.id]:
+                cost += BREAKER_COST_TOKENS
+            if worker.doubted:
                 cost += SUSPECT_COST_TOKENS
             if best is None or cost < best_cost:
                 best, best_cost = worker, cost
         return best
-
-    def _alone(self, choice: Choice, ready: list[Worker], now_ns: int) -> Placement | None:
-        """A choice that may be killing engines runs where nothing else does: one worker is kept free for it."""
-        kept = next((worker for worker in ready if worker.exclusive is choice), None)
-        if kept is None:
-            free = [worker for worker in ready if worker.exclusive is None]
-            if not free:
-                return None
-            kept = min(
-                free, key=lambda worker: (now_ns < worker.unsure_until_ns, len(worker.live), worker.role == "prefill")
-            )
-            kept.exclusive = choice
-        return None if kept.live or now_ns < kept.unsure_until_ns else Placement(kept, None, choice.num_tokens, 0)

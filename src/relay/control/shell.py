@@ -18,6 +18,7 @@ from relay.control.commands import (
     Ended,
     Fail,
     LaunchWorker,
+    LeaveRefused,
     Quiesced,
     Refuse,
     RejectConnection,
@@ -36,6 +37,7 @@ from relay.control.events import (
     DrainRequested,
     Event,
     LauncherExited,
+    LeaveOrdered,
     ProcessName,
     RequestCancelled,
     RequestSubmitted,
@@ -46,10 +48,11 @@ from relay.control.events import (
     WorkerConnected,
     WorkerMessage,
 )
+from relay.control.record import Recorder
 from relay.ids import WorkerKey
-from relay.protocol.messages import PROTOCOL_MAX, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
-MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
 
 
@@ -77,11 +80,18 @@ class GatewayShell:
     ``start`` listens for workers and launches them; ``wait_complete`` returns when all are ready; ``drain`` and ``stop`` end it.
     """
 
-    def __init__(self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None) -> None:
+    def __init__(
+        self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None, recorder: Recorder | None = None
+    ) -> None:
+        """``recorder`` is attached to ``core`` here and closed by ``close``."""
         self._core = core
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.attach(core)
         self._launcher = launcher
         self._now_ns = (clock or MonotonicClock()).now_ns
         self._connections: dict[int, Connection] = {}
+        self._strangers: dict[int, Connection] = {}  # those that are nobody's yet, oldest first
         self._bound: dict[tuple[WorkerKey, ProcessName], Connection] = {}
         self._subscribers: dict[int, _Subscriber] = {}
         self._timers: dict[TimerKey, asyncio.TimerHandle] = {}
@@ -100,6 +110,7 @@ class GatewayShell:
             Ended: lambda command: self._forget(command.request),
             Fail: self._fail,
             Refuse: lambda command: None,  # read by ``submit``
+            LeaveRefused: lambda command: None,  # read by ``leave``
             SendToAgent: self._send_to_agent,
             AcceptConnection: self._accept,
             RejectConnection: self._reject,
@@ -139,6 +150,9 @@ class GatewayShell:
     def limit_context(self, num_tokens: int) -> None:
         """Serve no longer sequences than this."""
         self._core.state.model = replace(self.model, max_model_len=num_tokens)
+        if self._recorder is not None:
+            self._recorder.happened(self.model, self._now_ns())
+            self._recorder.decided([])
 
     async def drain(self, grace_s: float) -> bool:
         """Take no new requests; wait at most ``grace_s`` for the running ones. True: all ended by themselves."""
@@ -165,6 +179,8 @@ class GatewayShell:
         await asyncio.sleep(0)
         if self._server is not None:
             await self._server.wait_closed()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # --- contract.Gateway -----------------------------------------------------------------------------------------
 
@@ -176,7 +192,7 @@ class GatewayShell:
         request = self._next_request
         self._next_request += 1
         self._subscribers[request] = _Subscriber(sink)
-        commands = self._core.handle(RequestSubmitted(request, submission), self._now_ns())
+        commands = self._decide(RequestSubmitted(request, submission))
         for command in commands:
             if type(command) is Refuse or (type(command) is Fail and command.request == request):
                 del self._subscribers[request]
@@ -195,6 +211,11 @@ class GatewayShell:
             subscriber.finished.add(choice)
             self._handle(ChoiceFinished(request, choice))
 
+    def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
+        commands = self._core.handle(LeaveOrdered(tuple(workers), stay_out, rolling), self._now_ns())
+        self._execute(commands)
+        return next((command.reason for command in commands if type(command) is LeaveRefused), "")
+
     def ready(self) -> bool:
         return self._core.ready()
 
@@ -205,24 +226,32 @@ class GatewayShell:
         return self._core.status(self._now_ns())
 
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
-        return self._core.metrics()
+        return self._core.metrics(self._now_ns())
 
     def story(self, request: int) -> list[str]:
         return self._core.story(request)
 
     # --- events in ------------------------------------------------------------------------------------------------
 
-    def launcher_exited(self, worker: WorkerKey, status: int | None, signal: int | None, reason: str = "") -> None:
-        self._handle(LauncherExited(worker, status, signal, reason))
+    def launcher_exited(
+        self,
+        worker: WorkerKey,
+        status: int | None,
+        signal: int | None,
+        reason: str = "",
+        engine: EngineExited | None = None,
+    ) -> None:
+        self._handle(LauncherExited(worker, status, signal, reason, engine))
 
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
     def message(self, worker: WorkerKey, message: Message) -> None:
-        self._execute(self._core.handle(WorkerMessage(worker, message), self._now_ns()))
+        self._execute(self._decide(WorkerMessage(worker, message)))
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._connections.pop(connection.number, None)
+        self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
             if self._bound.get((worker, connection.process)) is connection:
@@ -233,12 +262,24 @@ class GatewayShell:
         connection = Connection(self, self._next_connection)
         self._next_connection += 1
         self._connections[connection.number] = connection
-        if len(self._connections) > MAX_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(connection.abort, "too many connections")
+        self._strangers[connection.number] = connection
+        if len(self._strangers) > MAX_STRANGERS:  # a worker says who it is at once: the oldest is none
+            self._strangers.pop(next(iter(self._strangers))).abort("too many connections that say nothing")
         return connection
 
     def _handle(self, event: Event) -> None:
-        self._execute(self._core.handle(event, self._now_ns()))
+        self._execute(self._decide(event))
+
+    def _decide(self, event: Event) -> list[Command]:
+        """Let the core handle ``event``."""
+        now_ns = self._now_ns()
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.handle(event, now_ns)
+        recorder.happened(event, now_ns)
+        commands = self._core.handle(event, now_ns)
+        recorder.decided(commands)
+        return commands
 
     # --- commands out ---------------------------------------------------------------------------------------------
 
@@ -295,6 +336,7 @@ class GatewayShell:
             self._handle(ConnectionLost(command.worker, command.process, "EOF"))
             return
         connection.bind(command.worker, command.process)
+        self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
         connection.send(Welcome(protocol=PROTOCOL_MAX))
 

@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from relay.config import ControlConfig
+from relay.control.breaker import Breakers
+from relay.control.budget import TokenBucket
 from relay.control.commands import Command
 from relay.control.contract import ModelInfo
 from relay.control.queue import WaitQueue
-from relay.control.requests import Choice, Request
+from relay.control.requests import Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
@@ -29,7 +31,17 @@ class ClusterState:
         self.story = Story(config.story_entries)
         self.commands: list[Command] = []
         self.counters: Counter[str] = Counter()
+        self.breakers = Breakers(config.breaker, list(self.workers))
+        self.hedge_budget = TokenBucket(config.hedge.budget_per_mille, config.hedge.burst_tokens)
+        retry = config.retry
+        self.retry_budget = TokenBucket(
+            retry.budget_per_mille, retry.budget_burst_tokens, per_second=retry.budget_tokens_per_s, full=True
+        )
+        self.resumes_wait_until_ns = 0  # the retry budget is used up until then
+        self.alarm = ""  # the last disagreement of workers: health tells it until the gateway restarts
         self.next_transfer = 1
+        self.rollout: list[str] = []  # workers still to be restarted, in order; the first may be on its way
+        self.rollout_problem = ""  # why the last rolling restart ended early
         self.was_complete = False
         self.draining = False
         self.stopped = False
@@ -46,14 +58,19 @@ class ClusterState:
     def ready_workers(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.state is WorkerState.READY]
 
-    def release_exclusive(self, choice: Choice) -> None:
-        """No worker is kept free for ``choice`` any more."""
-        for worker in self.workers.values():
-            if worker.exclusive is choice:
-                worker.exclusive = None
+    def last_of_their_kind(self) -> list[Worker]:
+        """Workers that leave by order and still take streams begun with their numerics, which no ready worker has."""
+        ready = [worker.numerics_id for worker in self.ready_workers()]
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.state is WorkerState.DRAINING and not worker.refuses and worker.numerics_id not in ready
+        ]
 
     def coming(self, worker: Worker) -> bool:
-        """Not ready, but on its way and not in a crash loop."""
+        """Not ready, but on its way (back) and not in a crash loop."""
         if worker.gave_up or worker.failures >= self.config.restart.crash_loop_failures:
             return False
-        return worker.state in (WorkerState.STARTING, WorkerState.LOST)
+        if worker.stay_out:
+            return False
+        return worker.state in (WorkerState.STARTING, WorkerState.LOST, WorkerState.DRAINING)

@@ -12,6 +12,10 @@ class Story:
     def tell(self, now_ns: int, request: int, choice: int, text: str) -> None:
         self._ring.append((now_ns, request, choice, text))
 
+    def everything(self) -> list[tuple[int, str]]:
+        """All lines with the clock's time in ns, oldest first."""
+        return [(at, f"request {request}.{choice}: {text}") for at, request, choice, text in self._ring]
+
     def of(self, request: int) -> list[str]:
         """Lines for one request, oldest first; times are relative to its first line."""
         found = [entry for entry in self._ring if entry[1] == request]

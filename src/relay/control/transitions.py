@@ -1,4 +1,4 @@
-"""Both state machines of the gateway as tables: what a choice and a worker may do next."""
+"""The state machines of the gateway as tables: what a choice, an attempt and a worker may do next."""
 
 from enum import Enum
 
@@ -7,6 +7,31 @@ class ChoiceState(Enum):
     """Where one choice of one request stands."""
 
     WAITING = "waiting"  # in the gateway's queue
+    PLACED = "placed"  # one live attempt, or two while one of them is a hedge
+    ENDED = "ended"
+
+
+class Trigger(Enum):
+    """What moves a choice."""
+
+    PLACE = "place"
+    REOPEN = "reopen"  # its last live attempt failed
+    END = "end"
+
+
+_C, _T = ChoiceState, Trigger
+
+CHOICE_TRANSITIONS: dict[tuple[ChoiceState, Trigger], ChoiceState] = {
+    (_C.WAITING, _T.PLACE): _C.PLACED,
+    (_C.WAITING, _T.END): _C.ENDED,
+    (_C.PLACED, _T.REOPEN): _C.WAITING,
+    (_C.PLACED, _T.END): _C.ENDED,
+}
+
+
+class AttemptState(Enum):
+    """Where one attempt of a choice stands. It begins in RESERVING, or in RUNNING when one worker does both phases."""
+
     RESERVING = "reserving"  # Reserve sent to D
     PREFILLING = "prefilling"  # D accepted, Prefill sent to P
     HANDOFF = "handoff"  # P reported the first token, D has not spoken yet
@@ -14,36 +39,26 @@ class ChoiceState(Enum):
     ENDED = "ended"
 
 
-class Trigger(Enum):
-    """What moves a choice."""
+class AttemptTrigger(Enum):
+    """What moves an attempt."""
 
-    RESERVE = "reserve"
-    RUN = "run"
     ACCEPT = "accept"
     PREFILL_TOKENS = "prefill tokens"
     DECODE_TOKENS = "decode tokens"
-    REOPEN = "reopen"
     END = "end"
 
 
-_C, _T = ChoiceState, Trigger
+_A, _B = AttemptState, AttemptTrigger
 
-CHOICE_TRANSITIONS: dict[tuple[ChoiceState, Trigger], ChoiceState] = {
-    (_C.WAITING, _T.RESERVE): _C.RESERVING,
-    (_C.WAITING, _T.RUN): _C.RUNNING,
-    (_C.WAITING, _T.END): _C.ENDED,
-    (_C.RESERVING, _T.ACCEPT): _C.PREFILLING,
-    (_C.RESERVING, _T.REOPEN): _C.WAITING,
-    (_C.RESERVING, _T.END): _C.ENDED,
-    (_C.PREFILLING, _T.PREFILL_TOKENS): _C.HANDOFF,
-    (_C.PREFILLING, _T.DECODE_TOKENS): _C.RUNNING,
-    (_C.PREFILLING, _T.REOPEN): _C.WAITING,
-    (_C.PREFILLING, _T.END): _C.ENDED,
-    (_C.HANDOFF, _T.DECODE_TOKENS): _C.RUNNING,
-    (_C.HANDOFF, _T.REOPEN): _C.WAITING,
-    (_C.HANDOFF, _T.END): _C.ENDED,
-    (_C.RUNNING, _T.REOPEN): _C.WAITING,
-    (_C.RUNNING, _T.END): _C.ENDED,
+ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptTrigger], AttemptState] = {
+    (_A.RESERVING, _B.ACCEPT): _A.PREFILLING,
+    (_A.RESERVING, _B.END): _A.ENDED,
+    (_A.PREFILLING, _B.PREFILL_TOKENS): _A.HANDOFF,
+    (_A.PREFILLING, _B.DECODE_TOKENS): _A.RUNNING,
+    (_A.PREFILLING, _B.END): _A.ENDED,
+    (_A.HANDOFF, _B.DECODE_TOKENS): _A.RUNNING,
+    (_A.HANDOFF, _B.END): _A.ENDED,
+    (_A.RUNNING, _B.END): _A.ENDED,
 }
 
 

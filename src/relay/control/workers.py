@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 
 from relay.config import MILLISECOND
 from relay.control.events import LauncherExited
-from relay.control.transitions import WORKER_TRANSITIONS, ChoiceState, WorkerState, WorkerTrigger
+from relay.control.transitions import WORKER_TRANSITIONS, AttemptState, WorkerState, WorkerTrigger
 from relay.ids import WorkerKey
 from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello, Load, Role
 
 if TYPE_CHECKING:
-    from relay.control.requests import Choice
+    from relay.control.attempts import Attempt
+    from relay.control.requests import Request
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
+STEP_MEMORY = 7  # the usual step is an average that forgets an eighth with each sample
 MAX_CACHED_UNITS = 1 << 20
 
 
 class Worker:
     """One slot of the cluster over all its incarnations.
 
-    ``live`` maps every choice placed here (as P or D) to the prefill tokens booked for it; ``backlog_tokens`` is their sum.
+    ``live`` maps every attempt placed here (as P or D) to the prefill tokens booked for it; ``backlog_tokens`` is their sum.
     """
 
     def __init__(self, worker: str, role: Role) -> None:
@@ -39,30 +41,36 @@ class Worker:
         # failure detection
         self.heard_ns = 0
         self.beat: Heartbeat | None = None
+        self.beat_ns = 0
+        self.step_ns = 0  # usual length of its steps, as heartbeats tell; 0: not known yet
         self.frozen_since_ns = 0
-        self.suspect = False
+        self.suspect = False  # silent
+        self.slow = False  # its present step takes far too long
         self.failures = 0  # consecutive lives that ended before they were stable
         self.served = False  # the life just lost had been ready and did not end by a hang
-        self.victims: list[tuple[Choice, int]] = []  # choices of the life just lost, with their committed counts
-        self.explained = True  # False while the agent of a lost engine may still say why it ended
+        self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
+        self.long_step: list[Request] = []  # what its engine computes in a step that may hang
+        self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
+        # leaving on purpose
+        self.refuses = False  # its engine was told to drain: it takes nothing any more
+        self.stay_out = False  # after its drain it is not started again
         # load
         self.load: Load | None = None
-        self.live: dict[Choice, int] = {}
+        self.live: dict[Attempt, int] = {}
         self.backlog_tokens = 0
         self.progress_ns = 0
         self.full = False  # refused a reservation and said nothing new since
+        self.queue_full = False  # or even to queue work
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
-        self.exclusive: Choice | None = None  # a suspected poison request that runs here alone
-        self.unsure_until_ns = 0  # a cancelled suspect's last step may still run here until then
         # prefix cache
         self.cached: set[bytes] = set()
-        self.expected: dict[bytes, Choice] = {}  # units that work placed here will bring, and whose they are
-        self.promises: dict[Choice, list[bytes]] = {}
+        self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
+        self.promises: dict[Attempt, list[bytes]] = {}
         self.cache_sequence = -1
 
     @property
@@ -84,11 +92,24 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return self.exclusive is None and len(self.live) < self.max_live
+        return len(self.live) < self.max_live and not self.queue_full
 
     @property
     def can_reserve(self) -> bool:
         return self.has_room and not self.full and not (self.tight and self.reserving)
+
+    @property
+    def doubted(self) -> bool:
+        """Something may be wrong here: others are preferred, and what runs here may get a second attempt."""
+        return self.suspect or self.slow
+
+    def hear_beat(self, beat: Heartbeat, now_ns: int) -> None:
+        """Remember the heartbeat, and learn from two of them how long a step usually takes."""
+        before = self.beat
+        if before is not None and before.phase == beat.phase == "stepping" and beat.step > before.step:
+            sample_ns = (now_ns - self.beat_ns) // (beat.step - before.step)
+            self.step_ns = (STEP_MEMORY * self.step_ns + sample_ns) // (STEP_MEMORY + 1) if self.step_ns else sample_ns
+        self.beat, self.beat_ns = beat, now_ns
 
     def move(self, trigger: WorkerTrigger, now_ns: int) -> None:
         """Take one transition of the table."""
@@ -105,36 +126,34 @@ class Worker:
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
         self.beat = None
+        self.step_ns = 0
         self.frozen_since_ns = 0
-        self.suspect = False
+        self.suspect = self.slow = False
         self.exit = self.engine_exit = None
         self.heard_ns = self.progress_ns = now_ns
-        self.victims = []
+        self.blamed = self.refuses = self.stay_out = False
         self.load = None
-        self.full = self.tight = False
-        self.unsure_until_ns = 0
+        self.full = self.queue_full = self.tight = False
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
 
-    def book(self, choice: Choice, prefill_tokens: int, now_ns: int) -> None:
+    def book(self, attempt: Attempt, prefill_tokens: int, now_ns: int) -> None:
         if not self.live:
             self.progress_ns = now_ns
-        self.live[choice] = prefill_tokens
+        self.live[attempt] = prefill_tokens
         self.backlog_tokens += prefill_tokens
 
-    def prefilled(self, choice: Choice) -> None:
-        """The prompt of ``choice`` is computed; it still runs here."""
-        self.backlog_tokens -= self.live.get(choice, 0)
-        if choice in self.live:
-            self.live[choice] = 0
+    def prefilled(self, attempt: Attempt) -> None:
+        """The prompt of ``attempt`` is computed; it still runs here."""
+        self.backlog_tokens -= self.live.get(attempt, 0)
+        if attempt in self.live:
+            self.live[attempt] = 0
 
-    def unbook(self, choice: Choice) -> None:
-        self.backlog_tokens -= self.live.pop(choice, 0)
-        self.stop_expecting(choice)
-        self.full = False
-        if self.exclusive is choice:
-            self.exclusive = None
+    def unbook(self, attempt: Attempt) -> None:
+        self.backlog_tokens -= self.live.pop(attempt, 0)
+        self.stop_expecting(attempt)
+        self.full = self.queue_full = False
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 
@@ -156,27 +175,27 @@ class Worker:
         if len(self.cached) > MAX_CACHED_UNITS:
             self.cached.clear()
 
-    def expect(self, choice: Choice, hashes: Iterable[bytes]) -> None:
-        """``choice`` was placed here: its prefix will be cached, so that what shares it should follow."""
+    def expect(self, attempt: Attempt, hashes: Iterable[bytes]) -> None:
+        """``attempt`` was placed here: its prefix will be cached, so that what shares it should follow."""
         units = [unit for unit in hashes if unit not in self.cached and unit not in self.expected]
-        self.promises[choice] = units
-        self.expected.update(dict.fromkeys(units, choice))
+        self.promises[attempt] = units
+        self.expected.update(dict.fromkeys(units, attempt))
 
-    def stop_expecting(self, choice: Choice) -> None:
-        """Kept or broken, the promise of ``choice`` is over."""
-        for unit in self.promises.pop(choice, ()):
-            if self.expected.get(unit) is choice:
+    def stop_expecting(self, attempt: Attempt) -> None:
+        """Kept or broken, the promise of ``attempt`` is over."""
+        for unit in self.promises.pop(attempt, ()):
+            if self.expected.get(unit) is attempt:
                 del self.expected[unit]
 
     def stop_expecting_old(self, now_ns: int) -> None:
         """What runs has had its blocks published; what was not reported since is not cached (evicted, or too short)."""
-        for choice in list(self.promises):
+        for attempt in list(self.promises):
             if (
-                choice.state is ChoiceState.RUNNING
-                and choice.committed
-                and now_ns - choice.changed_ns >= REPORT_PATIENCE_NS
+                attempt.state is AttemptState.RUNNING
+                and attempt.choice.committed
+                and now_ns - attempt.changed_ns >= REPORT_PATIENCE_NS
             ):
-                self.stop_expecting(choice)
+                self.stop_expecting(attempt)
 
     def cached_units(self, hashes: list[bytes]) -> int:
         """Length of the longest prefix of ``hashes`` that is cached here, in units."""

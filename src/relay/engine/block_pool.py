@@ -21,6 +21,9 @@ class BlockState(IntEnum):
     QUARANTINED = 3  # no holder, but a step in flight may touch it
 
 
+_FREE, _USED = BlockState.FREE, BlockState.USED
+
+
 class BlockPool:
     """``num_blocks`` blocks named 0..num_blocks-1. ``evicted(block)`` is called when a cached block loses its content."""
 
@@ -126,27 +129,26 @@ class BlockPool:
 
     def check(self, holders: dict[int, int]) -> None:
         """Assert I8 (every held block has exactly the ``holders`` counted by the caller) and I9."""
-        counts = [0, 0, 0, 0]
-        for block, state in enumerate(self._states):
-            counts[state] += 1
-            references = self._references[block]
-            assert references == holders.get(block, 0), (
-                f"block {block}: {references} references, {holders.get(block, 0)} holders"
-            )
-            assert (references > 0) == (state is BlockState.USED), (
-                f"block {block} is {state.name} with {references} references"
-            )
-            if state is BlockState.FREE:
-                assert not self._published[block], f"free block {block} is published"
-        assert len(set(self._free)) == len(self._free) == counts[BlockState.FREE], "free list and states differ"
-        assert len(self._cached) == counts[BlockState.CACHED], "cached list and states differ"
-        assert all(self._states[block] is BlockState.FREE for block in self._free), (
-            "free list holds a block that is not free"
+        states, published = self._states, self._published
+        counted = [0] * self.num_blocks
+        for block, count in holders.items():
+            counted[block] = count
+        if self._references != counted:
+            wrong = next(block for block, count in enumerate(counted) if self._references[block] != count)
+            raise AssertionError(f"block {wrong}: {self._references[wrong]} references, {counted[wrong]} holders")
+        assert [state is _USED for state in states] == [count > 0 for count in counted], (
+            "used and referenced blocks differ"
         )
-        assert all(self._published[block] for block in self._cached), "a cached block is not published"
-        waiting = {block for _, block in self._quarantine}
-        assert all(b in waiting for b, s in enumerate(self._states) if s is BlockState.QUARANTINED), (
-            "a quarantined block is lost"
-        )
-        used = counts[BlockState.USED] + counts[BlockState.QUARANTINED]
-        assert self.num_free + self.num_cached + used == self.num_blocks, "free + used + cached is not the total"
+        free, cached = self._free, self._cached
+        num_quarantined = states.count(BlockState.QUARANTINED)
+        assert len(set(free)) == len(free) == states.count(_FREE), "free list and states differ"
+        assert len(cached) == states.count(BlockState.CACHED), "cached list and states differ"
+        wrong_free = [block for block in free if published[block] or states[block] is not _FREE]
+        assert not wrong_free, f"the free list holds blocks {wrong_free}, which are published or not free"
+        assert not [block for block in cached if not published[block]], "a cached block is not published"
+        if num_quarantined:
+            waiting = {block for _, block in self._quarantine}
+            lost = [b for b, s in enumerate(states) if s is BlockState.QUARANTINED and b not in waiting]
+            assert not lost, f"quarantined blocks {lost} are lost"
+        used = states.count(_USED) + num_quarantined
+        assert len(free) + len(cached) + used == self.num_blocks, "free + used + cached is not the total"

@@ -92,6 +92,8 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that blocks and units name each other."""
+        if not self._blocks and not self._units:
+            return
         named = {(h, block) for block, known in self._blocks.items() for h in known.hashes}
         listed = {(h, block) for h, blocks in self._units.items() for block in blocks}
         assert named == listed, "blocks and unit hashes differ"

@@ -24,7 +24,10 @@ class Counters:
     step_errors: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+        return {name: float(getattr(self, name)) for name in _COUNTERS}
+
+
+_COUNTERS = tuple([field.name for field in fields(Counters)])
 
 
 class Roster:
@@ -94,21 +97,28 @@ class Roster:
 
     def check(self) -> None:
         """Assert that every sequence is in exactly the place its state says, and slots have exactly their holders."""
-        places = [*self.waiting, *self.seated()]
-        held = [s for s in self.sequences.values() if s.state is SequenceState.HELD]
-        assert len(places) + len(held) == len({*places, *held}) == len(self.sequences), "a sequence is lost or doubled"
-        assert all(self.sequences[s.key] is s for s in places), "a queue holds an ended sequence"
-        assert all(s.state is SequenceState.WAITING and not s.blocks for s in self.waiting), (
-            "a waiting sequence is not idle"
-        )
-        assert [s.arrival for s in self.waiting] == sorted(s.arrival for s in self.waiting), "waiting is out of order"
-        assert all(s.state is RUNNING and s.blocks for s in self.running()), "a running sequence is not running"
-        assert all(s.slot >= 0 for s in [*self.prefilling.values(), *self.decoding.values()]), (
-            "a running sequence has no slot"
-        )
-        assert all(s.state is SequenceState.RESERVED for s in self.reserved.values()), "a reservation is not reserved"
+        sequences, waiting, reserved = self.sequences, self.waiting, self.reserved
+        running = self.running()
+        places = [*waiting, *running, *reserved.values()]
+        if not places and not sequences:
+            self.slots.check([])
+            return
+        held = [s for s in sequences.values() if s.state is SequenceState.HELD]
+        assert len(places) + len(held) == len({*places, *held}) == len(sequences), "a sequence is lost or doubled"
+        assert not [s for s in places if sequences[s.key] is not s], "a queue holds an ended sequence"
+        if waiting:
+            busy = [s for s in waiting if s.blocks or s.state is not SequenceState.WAITING]
+            assert not busy, "a waiting sequence is not idle"
+            arrivals = [s.arrival for s in waiting]
+            assert arrivals == sorted(arrivals), "waiting is out of order"
+        for s in running:
+            assert s.state is RUNNING, "a running sequence is not running"
+            assert s.blocks, "a running sequence has no blocks"
+            assert s.slot >= 0 or s.key in self.ready, "a running sequence has no slot"
+        unreserved = [s for s in reserved.values() if s.state is not SequenceState.RESERVED]
+        assert not unreserved, "a reservation is not reserved"
         assert self.num_seated <= self._num_seats, "more sequences than seats"
-        self.slots.check([s.slot for s in self.sequences.values() if s.slot >= 0])
+        self.slots.check([s.slot for s in sequences.values() if s.slot >= 0])
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -33,6 +33,9 @@ from relay.protocol.messages import Load, Work
 __all__ = ["CannotFit", "QueueFull", "Reservation", "Scheduler", "SchedulerLimits", "SequenceUpdate"]
 
 
+_STEPS = (SequenceState.WAITING, RUNNING)  # states in which a sequence has rows, now or soon
+
+
 class Scheduler:
     """Sequences of one engine. ``namespace`` is the numerics id: it separates prefix hashes of unequal bits."""
 
@@ -44,6 +47,8 @@ class Scheduler:
         self._roster = Roster(limits)
         self._builder = StepBuilder(limits, self._roster, self.space, self._counters)
         self._flights: deque[Flight] = deque()
+        self._suspects: dict[SequenceKey, Sequence] = {}  # with rows that want a step for themselves
+        self._suspect_next = False  # turns between them and everybody else
         self._trial: deque[Sequence] = deque()  # rows of a failed step, to run one by one until the culprit is found
         self._arrivals = 0
         self._step = 0
@@ -127,13 +132,34 @@ class Scheduler:
         self._roster.seat_ready()
         if not self._make_room():
             return None
-        built = self._builder.build(self._step + 1, self._last_step(), trial[0] if trial else None)
+        built = self._builder.build(self._step + 1, self._last_step(), trial[0]) if trial else self._take_turns()
         if built is None:
             return None
         plan, flight = built
         self._step = plan.step
         self._flights.append(flight)
         return plan
+
+    def _take_turns(self) -> tuple[StepPlan, Flight] | None:
+        """The next step for all, or for one suspect alone: with nothing else in flight before its end."""
+        step, last_step = self._step + 1, self._last_step()
+        suspects = [sequence for sequence in self._suspects.values() if sequence.alone and sequence.state in _STEPS]
+        if self._flights and (self._flights[-1].alone or (suspects and self._suspect_next)):
+            return None
+        if not suspects:
+            return self._builder.build(step, last_step)
+        turns: list[Sequence | None] = [*suspects, None] if self._suspect_next else [None, *suspects]
+        for suspect in turns:
+            if suspect is not None and self._flights:
+                return None
+            built = self._builder.build(step, last_step, suspect)
+            if built is not None:
+                self._suspect_next = suspect is None
+                if suspect is not None:
+                    built[1].alone = True
+                    self._suspects[suspect.key] = self._suspects.pop(suspect.key)  # the others' turn comes first
+                return built
+        return None
 
     def update(self, result: StepResult) -> list[SequenceUpdate]:
         """Take the result of the oldest step in flight; one update a sequence that drew tokens, ended or failed.
@@ -250,6 +276,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         last_step = self._last_step()
         self._roster.leave(sequence, SequenceState.DONE, last_step)
+        self._suspects.pop(sequence.key, None)
         self.space.free(sequence, last_step)
 
     def _last_step(self) -> int:
@@ -261,6 +288,8 @@ class Scheduler:
         if sequence.key in self._roster.sequences:
             raise ValueError(f"{sequence.key} is known already")
         self._arrivals += 1
+        if sequence.solo_until:
+            self._suspects[sequence.key] = sequence
         return sequence
 
     # --- views ------------------------------------------------------------------------------------------------------
@@ -294,6 +323,11 @@ class Scheduler:
             waiting_tokens=queued + sum([s.prefill_end - s.num_planned for s in roster.prefilling.values()]),
             counters=self._counters.as_dict(),
         )
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of this scheduler's life."""
+        return self._counters.preemptions
 
     def cache_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(added, removed) prefix-cache unit hashes since the last call."""

@@ -68,6 +68,7 @@ class Sequence:
     parent_hash: bytes  # of the first unit
     prefill_only: bool = False
     capture: bool = False
+    solo_until: int = 0  # rows that start before this position have their step for themselves
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     bound: bool = False  # the backend knows the slot's sampler state (or will, by a planned step)
@@ -84,6 +85,12 @@ class Sequence:
     cached_tokens: int = 0
     high_water: int = 0  # most positions ever computed: recomputing them is not a cache hit
     reported: bool = False
+    starved: bool = False  # found no blocks when it was to start: those behind it wait too
+
+    @property
+    def alone(self) -> bool:
+        """Its next row shares a step with nobody."""
+        return self.num_planned < self.solo_until
 
     @property
     def num_outputs(self) -> int:
@@ -154,4 +161,5 @@ def sequence_of(work: Work, limits: SchedulerLimits, namespace: str, arrival: in
         parent_hash=root_hash(namespace, work.cache_salt),
         prefill_only=prefill_only,
         capture=work.capture,
+        solo_until=work.solo_until,
     )

@@ -19,6 +19,7 @@ class Flight:
     rows: list[StepRow]
     sequences: list[Sequence]  # of the rows
     parts: list[PartKey]  # units of 16 tokens its prefill rows compute
+    alone: bool = False  # of a suspect: nothing else may be in flight with it
     void: bool = False  # an earlier step failed: its result means nothing
 
 
@@ -34,8 +35,10 @@ class StepBuilder:
         self._tables: list[tuple[int, int, int]] = []  # block table entries to send with the next plan
         self.starved = False  # a waiting sequence found no blocks at the last build
 
-    def build(self, step: int, last_step: int, solo: Sequence | None) -> tuple[StepPlan, Flight] | None:
-        """Step number ``step``, with ``last_step`` in flight (0: none); only the row of ``solo`` if given. None without rows.
+    def build(self, step: int, last_step: int, solo: Sequence | None = None) -> tuple[StepPlan, Flight] | None:
+        """Step number ``step``, with ``last_step`` in flight (0: none). None without rows.
+
+        Only the row of ``solo`` if given; without it none of those that want a step for themselves.
 
         The caller has made room: every decode row that needs a block finds one.
         """
@@ -43,8 +46,8 @@ class StepBuilder:
         flight = Flight(step, plan.rows, [], [])
         self._decodes(plan, flight, solo)
         self._prefills(plan, flight, solo, last_step)
-        if solo is None:
-            self._starts(plan, flight)
+        if solo is None or solo in self._roster.waiting:
+            self._starts(plan, flight, solo)
         if not plan.rows:
             return None
         plan.released = self._roster.slots.take_released()
@@ -70,7 +73,7 @@ class StepBuilder:
         rows, sequences = plan.rows, flight.sequences
         for sequence in self._roster.decoding.values():
             position = sequence.num_planned
-            if position >= sequence.stop_at or (solo is not None and sequence is not solo):
+            if position >= sequence.stop_at or (sequence is not solo and (solo is not None or sequence.alone)):
                 continue
             if position >= sequence.capacity:
                 self._tables.append((sequence.slot, len(sequence.blocks), self._space.grow(sequence)))
@@ -85,17 +88,22 @@ class StepBuilder:
         for sequence in self._roster.prefilling_by_arrival():
             if plan.num_tokens >= self._limits.max_num_batched_tokens:
                 return
-            if solo is None or sequence is solo:
+            if sequence is solo or (solo is None and not sequence.alone):
                 self._skip_cached(sequence, last_step)
                 if not self._is_computed_elsewhere(sequence, sequence.num_planned):
                     self._chunk(sequence, plan, flight)
 
-    def _starts(self, plan: StepPlan, flight: Flight) -> None:
+    def _starts(self, plan: StepPlan, flight: Flight, solo: Sequence | None) -> None:
         """Seat waiting sequences in order of arrival; one that waits for another's prefix lets the next go first."""
         roster, space, limits = self._roster, self._space, self._limits
         self.starved = False
         started: set[Sequence] = set()
-        for sequence in roster.waiting:
+        for sequence in roster.waiting if solo is None else [solo]:
+            if solo is None and sequence.alone:
+                if sequence.starved:
+                    self.starved = True
+                    break
+                continue
             if plan.num_tokens >= limits.max_num_batched_tokens or not roster.has_seat or not roster.slots.num_free:
                 break
             if sequence.waits_for is not None and sequence.waits_for in self._computing:
@@ -104,7 +112,8 @@ class StepBuilder:
             position = len(matched) * limits.block_size
             if self._is_computed_elsewhere(sequence, position):
                 continue
-            if not admit(sequence, matched, roster, space, limits):
+            sequence.starved = not admit(sequence, matched, roster, space, limits)
+            if sequence.starved:
                 self.starved = True
                 break
             started.add(sequence)

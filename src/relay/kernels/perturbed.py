@@ -1,9 +1,12 @@
-"""Backends made wrong on purpose, by the smallest possible amount: the test of ``relay verify`` itself.
+"""Backends made wrong on purpose: the tests of ``relay verify`` and ``relay chaos`` themselves.
 
 ``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
-moved by one unit in the last place of the activations. Both must turn the verification red; nothing else uses this module.
+moved by one unit in the last place of the activations. Both must turn a comparison red. ``crash:ID`` dies of a segmentation
+fault in every step that computes token ID of a prompt: a poison request. Nothing else uses this module.
 """
 
+import os
+import signal
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -80,8 +83,32 @@ class PerturbedBackend:
         self._inner.write_kv(0, block_table, 0, 1, memoryview(data))
 
 
+class CrashingBackend:
+    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` of a prompt is computed."""
+
+    def __init__(self, inner: Backend, token_id: int) -> None:
+        self._inner = inner
+        self._token_id = token_id
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def run(self, start: int, stop: int, batch: Batch) -> None:
+        if self._token_id in batch.token_ids:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self._inner.run(start, stop, batch)
+
+
+def check_kind(kind: str) -> None:
+    """Raises UsageError for an unknown kind."""
+    crash, _, token_id = kind.partition(":")
+    if kind not in get_args(Perturbation) and not (crash == "crash" and token_id.isdecimal()):
+        raise UsageError(f"unknown perturbation {kind!r}; known: {', '.join(get_args(Perturbation))}, crash:TOKEN_ID")
+
+
 def perturbed(inner: Backend, kind: str) -> Backend:
     """``inner`` made wrong as ``kind`` says. Raises UsageError for an unknown kind."""
-    if kind not in get_args(Perturbation):
-        raise UsageError(f"unknown perturbation {kind!r}; known: {', '.join(get_args(Perturbation))}")
+    check_kind(kind)
+    if kind.startswith("crash:"):
+        return cast(Backend, CrashingBackend(inner, int(kind.partition(":")[2])))
     return cast(Backend, PerturbedBackend(inner, cast(Perturbation, kind)))

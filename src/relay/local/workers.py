@@ -1,5 +1,6 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.protocol.messages import Role
+from relay.worker.last_word import find_last_word
 from relay.worker.spec import WorkerSpec, encode_spec
 
 
@@ -48,7 +50,8 @@ class LocalWorkers:
     def start(self, worker: WorkerKey, role: Role) -> None:
         name = _name(worker)
         self._keys[name] = worker
-        argv = [sys.executable, "-m", "relay.worker.agent", "--spec", encode_spec(self._spec(worker, role))]
+        spec = encode_spec(self._spec(worker, role))
+        argv = [sys.executable, "-m", "relay.worker.agent", "--spec", spec, "--launcher", str(os.getpid())]
         self._launcher.start(LaunchSpec(name=name, argv=argv))
 
     def stop(self, worker: WorkerKey, *, kill: bool) -> None:
@@ -87,14 +90,17 @@ class LocalWorkers:
             growth_tokens=config.growth_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_model_len=config.max_model_len or 0,
+            transport=config.transport,
             perturb=self._perturb.get(worker.worker, ""),
+            record=str(config.record.absolute()) if config.record else "",
         )
 
     def _exited(self, end: LaunchExit) -> None:
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:
-            self._shell.launcher_exited(worker, end.status, end.signal, end.reason)
+            word = find_last_word(end.last_lines, 0)
+            self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 
 def _name(worker: WorkerKey) -> str:

@@ -76,12 +76,20 @@ class Work(msgspec.Struct, omit_defaults=True):
     params: SamplingParams
     cache_salt: str = ""
     capture: bool = False  # report logits digests with tokens and KV digests at the finish (relay verify)
+    solo_until: int = (
+        0  # positions before this are computed in steps that hold nothing else: it may be what kills engines
+    )
 
 
 class Run(Message, tag="run"):
-    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left)."""
+    """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left).
+
+    ``park_ms`` > 0: no decode worker has room. Draw the first token only, and keep the KV pinned for so long, or until Cancel or a
+    newer attempt, which then finds the prompt computed.
+    """
 
     work: Work
+    park_ms: int = 0
 
 
 class Reserve(Message, tag="reserve"):
@@ -198,23 +206,42 @@ class Drained(Message, tag="drained"):
 # --- agent → gateway ------------------------------------------------------------------------------------------------
 
 
+class ComputedRow(msgspec.Struct, array_like=True, frozen=True):
+    """What a step was computing of one sequence of the gateway that is told: positions before ``end``."""
+
+    request: int
+    choice: int
+    attempt: int
+    end: int
+
+
 class Heartbeat(Message, tag="heartbeat"):
-    """From the agent, every 100–250 ms. ``step`` moves while the engine computes; ``phase`` is what it declares."""
+    """From the agent, every 100–250 ms. ``step`` moves while the engine computes; ``phase`` is what it declares.
+
+    ``manifest``: when a step takes long, its rows that are this gateway's; ``alone``: it holds those of one request and no others.
+    """
 
     step: int
     phase: Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
-    phase_age_ms: int
+    phase_age_ms: int  # of "stepping": without the time the engine was stopped or waited for a processor
     engine_state: str  # kernel process state letter
+    manifest: list[ComputedRow] = []
+    alone: bool = False
 
 
 GATEWAY_LOST_STATUS = 8  # exit status of an engine that ended because its gateway's connection did: no crash of its own
 
 
 class EngineExited(Message, tag="engine_exited"):
-    """The engine of this worker is gone. ``signal`` or ``status``, as waitid tells."""
+    """The engine of this worker is gone. ``signal`` or ``status``, as waitid tells.
+
+    ``manifest`` and ``alone`` are those of the step it died in, as in a heartbeat.
+    """
 
     status: int | None = None
     signal: int | None = None
+    manifest: list[ComputedRow] = []
+    alone: bool = False
 
 
 GatewayToEngine = Welcome | Rejected | Run | Reserve | Prefill | Cancel | Drain

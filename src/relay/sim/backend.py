@@ -29,6 +29,10 @@ class EngineCrash(BaseException):
     """The engine process dies here: no ``except Exception`` of the engine may hold it up, as none would a segmentation fault."""
 
 
+class EngineHang(BaseException):
+    """The step never ends: an endless loop, a device that does not answer."""
+
+
 def program() -> Program:
     ops: list[Op] = [Embed("embed")]
     for layer in range(LAYERS):
@@ -50,16 +54,22 @@ def _cell(layer: int, position: int, x: bytes) -> bytes:
     return blake2b(b"%d/%d/%b" % (layer, position, x), digest_size=CELL).digest()
 
 
-def _draw(x: bytes, params: SamplingParams, choice: int, prompt: list[int], outputs: list[int]) -> int:
-    """A token below POISON. EOS and stop ids wait for ``min_tokens``; penalties see the outputs."""
+def _draw(x: bytes, params: SamplingParams, choice: int, prompt: list[int], outputs: list[int]) -> SampledToken:
+    """A token below POISON, with logprobs where they are asked for. EOS and stop ids wait for ``min_tokens``; penalties see the
+    outputs."""
     seen = (sorted(prompt), outputs) if params.has_penalties else ""
     text = f"{params.seed} {choice} {len(prompt) + len(outputs)} {seen}".encode()
     word = int.from_bytes(blake2b(text + x, digest_size=8).digest(), "little")
     if len(outputs) >= params.min_tokens:
-        return word % POISON
-    masked = params.eos_token_ids + params.stop_token_ids
-    allowed = [token for token in range(POISON) if token not in masked]
-    return allowed[word % len(allowed)]
+        token = word % POISON
+    else:
+        masked = params.eos_token_ids + params.stop_token_ids
+        allowed = [token for token in range(POISON) if token not in masked]
+        token = allowed[word % len(allowed)]
+    if params.logprobs is None:
+        return SampledToken(token)
+    top = [((token + rank) % POISON, -(1 + (word >> 8 * rank) % 997) / 64) for rank in range(params.logprobs)]
+    return SampledToken(token, -(word % 991) / 64, top)
 
 
 class Oracle:
@@ -68,6 +78,7 @@ class Oracle:
     def __init__(self, numerics: str, prompt: list[int], params: SamplingParams, choice: int, max_len: int) -> None:
         self.kv = [bytearray() for _ in range(LAYERS)]
         self.outputs: list[int] = []
+        self.logprobs: list[tuple[float, list[tuple[int, float]]]] = []  # where they are asked for
         self.finish: FinishReason = "length"
         name = numerics.encode()
         chains = [blake2b(salt, digest_size=16) for salt in _SALTS]
@@ -85,7 +96,10 @@ class Oracle:
                     last.update(x)
                     x = last.digest()
             position = len(tokens)
-            token = _draw(x, params, choice, prompt, self.outputs)
+            drawn = _draw(x, params, choice, prompt, self.outputs)
+            token = drawn.token_id
+            if drawn.logprob is not None:
+                self.logprobs.append((drawn.logprob, drawn.top))
             ends = token in params.eos_token_ids + params.stop_token_ids and len(self.outputs) >= params.min_tokens
             tokens.append(token)
             self.outputs.append(token)
@@ -104,6 +118,7 @@ class HashBackend:
     def __init__(self, numerics: str, trouble: Callable[[list[int], int], None]) -> None:
         self._numerics = numerics.encode()
         self._trouble = trouble
+        self.wrong = ""  # "token" or "logprob": what a broken machine gets wrong, silently
         self._block_size = 0
         self._kv: list[bytearray] = []
         self._slots: dict[int, tuple[SamplingParams, int, list[int], list[int]]] = {}
@@ -186,8 +201,12 @@ class HashBackend:
         for row in batch.sampled_rows.tolist():
             params, choice, prompt, outputs = self._slots[slots[row]]
             token = _draw(self._x[row][-1], params, choice, prompt, outputs)
-            outputs.append(token)
-            drawn.append(SampledToken(token))
+            if self.wrong == "token":
+                token.token_id = (token.token_id + 1) % POISON
+            elif self.wrong == "logprob" and token.logprob is not None:
+                token.logprob -= 0.5
+            outputs.append(token.token_id)
+            drawn.append(token)
         return drawn
 
     def logits(self) -> np.ndarray:

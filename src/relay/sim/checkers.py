@@ -11,14 +11,19 @@ from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.invariants import violations
-from relay.control.requests import MAX_AHEAD_TOKENS, Choice
+from relay.control.requests import Choice
 from relay.control.state import LIVE
-from relay.control.transitions import ChoiceState, WorkerState
+from relay.control.transitions import AttemptState, ChoiceState
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
+from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
-from relay.sim.engine import TICK_NS, EngineProcess
+from relay.sim.bounds import bounded, within_budget
+from relay.sim.drains import Drains
+from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.kernel import Violation
+from relay.sim.leaks import no_leaks
+from relay.sim.strangers import StrangerWatch
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event as WorkerEvent
@@ -31,8 +36,9 @@ STATEMENTS = {
     "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
     "I2": "the committed position never goes back and is what the client was sent",
     "I3": "nothing from an old attempt, incarnation or owner changes state",
+    "I4": "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
     "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "an attempt runs on one worker, and P and D of it are one each",
+    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
     "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
     "I8": "every held block, sequence and transfer has a live owner",
     "I9": "blocks: free + used + cached = total",
@@ -40,7 +46,11 @@ STATEMENTS = {
     "I11": "a poison request kills at most three engines, and no innocent is quarantined",
     "I12": "after the faults end every worker is ready again and serves",
     "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
+    "I14": "jumps of the wall clock, and where the monotonic clock begins, change nothing",
     "I15": "the gateway's own stall is not others' death",
+    "I17": "a drain takes nothing new, loses nothing and ends in time",
+    "I18": "strangers get nowhere: whatever they send, nothing changes",
+    "scenario": "what a directed scenario demands of its own",
     "detection": "silence, late answers and dead transfers are noticed within their deadlines",
     "core": "the cores' own invariants hold and no core raises",
 }
@@ -48,7 +58,13 @@ OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody want
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
 
-_Fingerprint = tuple[int, int]
+_Fingerprint = tuple[int, ChoiceState, int, tuple[tuple[int, AttemptState], ...]]
+
+
+def _fingerprint(choice: Choice) -> _Fingerprint:
+    """All that an attempt which is over must not move."""
+    attempts = tuple([(attempt.number, attempt.state) for attempt in choice.attempts])
+    return len(choice.committed), choice.state, choice.num_attempts, attempts
 
 
 def worker_patience_s(world: "World") -> float:
@@ -63,6 +79,9 @@ class Checkers:
         self._world = world
         self._stale: list[tuple[Choice, _Fingerprint]] = []
         self._ownerless: dict[tuple[str, int, SequenceKey], int] = {}
+        self._agreement = Agreement(world)
+        self._drains = Drains(world)
+        self._strangers = StrangerWatch(world)
         self.full_checks = 0
 
     # --- the gateway ----------------------------------------------------------------------------------------------
@@ -70,6 +89,7 @@ class Checkers:
     def before_gateway(self, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
+        self._strangers.before(event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -78,25 +98,38 @@ class Checkers:
         entries: Sequence[TokenEntry | Accept | Refuse | SequenceFailed]
         if isinstance(message, Tokens):
             entries = message.entries
+            self._agreement.heard(event.worker, message)
         elif isinstance(message, Accept | Refuse | SequenceFailed):
             entries = [message]
         else:
             return
+        stale: dict[Choice, _Fingerprint] = {}
+        rightful: dict[Choice, None] = {}
         for entry in entries:
             choice = self._choice(entry.request, entry.choice)
             if choice is None or choice.state is ChoiceState.ENDED:
                 continue
-            workers = (choice.prefill, choice.decode)
-            if current is None or current not in workers or choice.attempt != entry.attempt:
+            attempt = choice.find(entry.attempt)
+            if current is None or attempt is None or not attempt.on(current):
                 self._world.kernel.sometimes("stale message")
-                self._stale.append((choice, (len(choice.committed), choice.attempt)))
+                stale[choice] = _fingerprint(choice)
+            else:
+                rightful[choice] = None
+        self._stale = [item for item in stale.items() if item[0] not in rightful]
 
     def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        for choice, (committed, attempt) in self._stale:
-            if len(choice.committed) != committed:
+        if self._world.gateway.core.state.alarm and not self._world.wrong_machines:
+            raise Violation("I4", self._world.gateway.core.state.alarm)
+        self._strangers.after(event, commands)
+        self._drains.sent(commands)
+        within_budget(self._world)
+        for choice, before in self._stale:
+            now = _fingerprint(choice)
+            if now[0] != before[0]:
                 raise Violation("I3", f"{choice} took tokens from an attempt that is over ({type(event).__name__})")
-            if choice.attempt == attempt and choice.state is ChoiceState.ENDED and not self._ended_by_others(choice):
-                raise Violation("I3", f"{choice} was ended by an attempt that is over")
+            waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
+            if now != before and not waited and not self._ended_by_others(choice):
+                raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
         touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
         if touched:
             for entry in event.message.entries:  # type: ignore[union-attr]
@@ -141,8 +174,6 @@ class Checkers:
         have = len(client.tokens[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
-        if sum(len(early.token_ids) for early in choice.ahead) > MAX_AHEAD_TOKENS:
-            raise Violation("I10", f"{choice} keeps {len(choice.ahead)} early entries")
 
     def _core_state(self) -> None:
         self.full_checks += 1
@@ -150,15 +181,15 @@ class Checkers:
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
-        for request in state.requests.values():
-            for choice in request.choices:
-                prefill, decode = choice.prefill, choice.decode
-                if decode is None:
-                    continue
-                if choice.numerics_id is not None and decode.numerics_id != choice.numerics_id:
-                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {decode.numerics_id}")
-                if prefill is not None and prefill.numerics_id != decode.numerics_id:
-                    raise Violation("I13", f"{choice} crosses from {prefill.id} to {decode.id}")
+        for worker in state.workers.values():  # every live attempt is booked on its workers, as was just checked
+            numerics_id = worker.numerics_id
+            for attempt in worker.live:
+                choice, decode = attempt.choice, attempt.decode
+                if decode is not worker:
+                    if decode.numerics_id != numerics_id:
+                        raise Violation("I13", f"{attempt} crosses from {worker.id} to {decode.id}")
+                elif choice.numerics_id is not None and numerics_id != choice.numerics_id:
+                    raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {numerics_id}")
 
     def _bounds(self) -> None:
         state = self._world.gateway.core.state
@@ -171,11 +202,15 @@ class Checkers:
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def worker_event(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        """After every event of a worker core, but before a completed reception is acted on."""
+    def worker_event(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        """After every event of a worker core, but before a completed reception is acted on; and when its process ends."""
+        if isinstance(event, Ended):
+            self._drains.ended(engine, event)
+            return
         if isinstance(event, ReceiveCompleted):
             self._received(engine, event.transfer)
             return
+        self._drains.handled(engine)
         held = engine.core.held
         try:
             engine.scheduler.check()
@@ -241,6 +276,8 @@ class Checkers:
             self._transfers(engine)
         self._ownerless = ownerless
         self._deadlines()
+        self._drains.audit()
+        bounded(self._world)
 
     def _deadlines(self) -> None:
         """A calm gateway has noticed by now what it must notice."""
@@ -263,20 +300,20 @@ class Checkers:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, frozen for {frozen_ns / SECOND:.1f} s"
                 )
-        bounds = {ChoiceState.RESERVING: detector.answer_deadline_s, ChoiceState.HANDOFF: detector.handoff_deadline_s}
-        for request in state.requests.values():
-            for choice in request.choices:
-                bound_s = bounds.get(choice.state)
-                age_ns = min(awake_ns, now_ns - choice.changed_ns)
-                if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
-                    raise Violation("detection", f"{choice} has had no answer for {age_ns / SECOND:.1f} s")
+        bounds = {AttemptState.RESERVING: detector.answer_deadline_s, AttemptState.HANDOFF: detector.handoff_deadline_s}
+        choices = [choice for request in state.requests.values() for choice in request.choices]
+        for attempt in [attempt for choice in choices for attempt in choice.attempts]:
+            bound_s = bounds.get(attempt.state)
+            age_ns = min(awake_ns, now_ns - attempt.changed_ns)
+            if bound_s is not None and age_ns > int(bound_s * SECOND) + slack_ns:
+                raise Violation("detection", f"{attempt} has had no answer for {age_ns / SECOND:.1f} s")
 
     def _transfers(self, engine: EngineProcess) -> None:
-        """No transfer outlives its lease."""
+        """No transfer outlives its lease, whatever keeps its peer from being heard."""
         if engine.stopped:
             return
         now_ns = self._world.kernel.now_ns
-        awake_ns = now_ns - self._world.calm_since_ns(engine.key.worker)
+        awake_ns = now_ns - engine.awake_since_ns
         for transfer, silent_ns, lease_ns in engine.transport.silences(now_ns):
             if min(awake_ns, silent_ns) > lease_ns + 2 * TICK_NS:
                 raise Violation(
@@ -286,33 +323,10 @@ class Checkers:
 
     def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
         choice = self._choice(key.request, key.choice)
-        if choice is None or choice.attempt != key.attempt:
-            return False
-        return any(w is not None and w.key == engine.key for w in (choice.prefill, choice.decode))
+        attempt = choice.find(key.attempt) if choice is not None else None
+        return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
-        """The leak check: no request, sequence, block, transfer or timer is left."""
-        world = self._world
-        state = world.gateway.core.state
+        """At the end: everything again, and that nothing is left."""
         self._core_state()
-        if not world.num_faults and not world.poison_crashes and state.counters["resumed"]:
-            raise Violation("core", f"{state.counters['resumed']} attempts failed without any fault")
-        if state.requests or len(state.queue):
-            raise Violation("I8", f"the gateway still has requests {list(state.requests)}")
-        if state.queue.num_new_tokens or any(w.backlog_tokens or w.reserving for w in state.workers.values()):
-            raise Violation("I8", "the gateway counts work that is gone")
-        for worker in state.workers.values():
-            if worker.state is not WorkerState.READY:
-                raise Violation("I12", f"{worker.id} is {worker.state.value} after the healing")
-        extra = [key for key in world.gateway.timers if key[0] != "tick"]
-        if extra:
-            raise Violation("I8", f"the gateway still has timers {extra}")
-        for node in world.workers.values():
-            engine = node.running
-            if engine is None:
-                continue
-            load = engine.scheduler.load()
-            if len(engine.core.held) or load.kv_used or load.running or load.waiting:
-                raise Violation("I8", f"{node.key.worker} still holds {list(engine.core.held.by_key)}: {load}")
-            if engine.transport.open_transfers():
-                raise Violation("I8", f"{node.key.worker} still has transfers {engine.transport.open_transfers()}")
+        no_leaks(self._world)

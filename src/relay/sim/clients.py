@@ -46,6 +46,7 @@ class Client:
     stopped: dict[int, None] = field(default_factory=dict)
     ended: bool = False
     cancelled: bool = False
+    deceived: bool = False  # a machine is wrong on purpose, and the client cannot know
     failure: RequestFailure | None = None
 
     def begin(self, numerics: list[str]) -> None:
@@ -65,6 +66,10 @@ class Client:
         if delivery.position != len(seen):
             raise Violation("I1", f"{name}: position {delivery.position} after {len(seen)} tokens")
         seen += delivery.token_ids
+        if self.deceived:
+            if delivery.finish is not None:
+                self.finished[choice] = delivery.finish
+            return
         agreeing = [
             numerics
             for numerics in self.numerics[choice]
@@ -74,6 +79,7 @@ class Client:
             oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
             raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
         self.numerics[choice] = agreeing
+        self._check_logprobs(delivery, name)
         if delivery.finish is not None:
             oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
             if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
@@ -81,6 +87,15 @@ class Client:
                     "I1", f"{name}: finished ({delivery.finish}) after {len(seen)} of {len(oracle.outputs)} tokens"
                 )
             self.finished[choice] = delivery.finish
+
+    def _check_logprobs(self, delivery: Delivery, name: str) -> None:
+        if self.submission.params.logprobs is None:
+            return
+        first, last = delivery.position, delivery.position + len(delivery.token_ids)
+        oracle = self.oracles.get(self.request, self.submission, delivery.choice, self.numerics[delivery.choice][0])
+        wanted, given = oracle.logprobs[first:last], delivery.logprobs or []
+        if [(logprob, list(top)) for logprob, top in given] != wanted:
+            raise Violation("I1", f"{name}: logprobs {given} from position {first} on, the oracle says {wanted}")
 
     def end(self, failure: RequestFailure | None) -> None:
         if self.ended:

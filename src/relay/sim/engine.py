@@ -5,14 +5,14 @@ The shell follows ``worker/engine_shell.py``: events wait in an inbox, a turn ha
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
 from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
-from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, HashBackend
+from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, EngineHang, HashBackend
 from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
 from relay.sim.network import Network, Side
@@ -33,6 +33,7 @@ from relay.worker.commands import (
 )
 from relay.worker.core import WorkerCore
 from relay.worker.events import DrainRequested, Event, GatewayLost, OrderReceived, StepFinished, TimerFired
+from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 
 LOOP_NS = 20_000  # from an event to the turn that handles it
@@ -40,21 +41,16 @@ TICK_NS = 250_000_000
 MODEL_DIGEST = "hash-model"
 
 
-class Page:
-    """The status page that the agent reads."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Told to ``observe`` when the process is gone."""
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.phase = "ready"
-        self.since_ns = 0
-        self.draining = False
-
-    def set_phase(self, phase: str, now_ns: int) -> None:
-        self.phase, self.since_ns = phase, now_ns
+    status: int | None
+    signal: int | None
 
 
 class EngineProcess(Process):
-    """``exited(status, signal)`` is called once, when it ends. ``observe(engine, event)`` after every event it handled."""
+    """``exited(status, signal)`` is called once, when it ends; ``observe(engine, event)`` after every event, and at the end."""
 
     def __init__(
         self,
@@ -65,21 +61,23 @@ class EngineProcess(Process):
         role: Role,
         numerics: str,
         exited: Callable[[int | None, int | None], None],
-        observe: "Callable[[EngineProcess, Event], None]",
-        poisoned: Callable[[], None],
+        observe: "Callable[[EngineProcess, Event | Ended], None]",
     ) -> None:
         super().__init__(kernel)
         self.key = key
+        self._name = f"engine {key.worker} {key.incarnation}"  # of its stream of choices
         self.role = role
         self.numerics = numerics
         self.slow = 1
         self.fail_rows = 0  # the next step with at least so many rows raises; 0: none
-        self.page = Page()
+        self.page = StatusPage.open("")
+        self.page.set_phase("ready", kernel.now_ns)
         self._network = network
         self._swarm = swarm
         self._exited = exited
         self._observe = observe
-        self._poisoned = poisoned
+        self.poisoned = False  # a poison request crashed it
+        self.hung = False  # a poison request keeps its step from ending
         limits: SchedulerLimits = swarm.scheduler
         self.backend = HashBackend(numerics, self._trouble)
         self.backend.allocate_kv(limits.num_blocks, limits.block_size, "float32")
@@ -88,11 +86,11 @@ class EngineProcess(Process):
         self.core = WorkerCore(swarm.worker, self.scheduler, self.runner.kv_digests)
         identity = Identity(key.worker, key.incarnation, MODEL_DIGEST, numerics, LAYOUT)
         self.transport = SimTransport(network, identity, self.backend, self.post, swarm.transfer, self, self.guard)
-        page: Any = self.page
-        self._steps = StepThread(self.runner, self.transport, LAYERS, page, self.post, self)
+        self._steps = StepThread(self.runner, self.transport, LAYERS, self.page, self.post, self)
         self._queue: deque[StartStep] = deque()
         self._stepping = False
         self.inbox: deque[Event] = deque()
+        self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
         self._decoder = FrameDecoder(GatewayToEngine)
@@ -159,6 +157,7 @@ class EngineProcess(Process):
         self._turn_due = False
         while self.alive and self.inbox:
             event = self.inbox.popleft()
+            self.kernel.events += 1
             if isinstance(event, ReceiveCompleted):
                 self._observe(self, event)  # before the blocks may change
             self._carry_out(self.core.handle(event, self.now_ns()))
@@ -166,9 +165,11 @@ class EngineProcess(Process):
                 self._observe(self, event)
         if self.alive:
             self._carry_out(self.core.advance(self.now_ns()))
-            self.page.draining = self.core.draining
+            if self.core.draining:
+                self.page.set_draining()
 
     def _tick(self) -> None:
+        self.kernel.events += 1
         self.transport.tick(self.now_ns())
         self.after(TICK_NS, self._tick)
 
@@ -211,10 +212,12 @@ class EngineProcess(Process):
             return
         self._stepping = True
         step = self._queue.popleft()
-        self.page.set_phase("stepping", self.now_ns())
+        self.page.begin_step(step.manifest, self.now_ns())
         cost_ns = self._swarm.step_ns + self._swarm.token_ns * sum([row.count for row in step.plan.rows])
         duration_ns = cost_ns * self.slow
-        if self.kernel.tape.below(2, "step computes late"):
+        with self.kernel.tape.within(self._name):
+            late = self.kernel.tape.below(2, "step computes late")
+        if late:
             self.after(duration_ns, self._finish_step, step, None)
         else:
             event = self._execute(step)
@@ -225,8 +228,11 @@ class EngineProcess(Process):
         try:
             return StepFinished(self._steps.execute(step))
         except EngineCrash:
-            self._poisoned()
+            self.poisoned = True
             self.end(None, 11)
+            return None
+        except EngineHang:
+            self.hung = True
             return None
 
     def _finish_step(self, step: StartStep, event: StepFinished | None) -> None:
@@ -234,7 +240,7 @@ class EngineProcess(Process):
             event = self._execute(step)
             if event is None:
                 return
-        self.page.step += 1
+        self.page.finish_step()
         self._stepping = False
         if not self._queue:
             self.page.set_phase("ready", self.now_ns())
@@ -243,7 +249,7 @@ class EngineProcess(Process):
 
     def _trouble(self, token_ids: list[int], rows: int) -> None:
         if POISON in token_ids:
-            raise EngineCrash
+            raise EngineHang if self._swarm.poison_hangs else EngineCrash
         if self.fail_rows and rows >= self.fail_rows:
             self.kernel.sometimes("a step of several rows raised" if rows > 1 else "a step of one row raised")
             self.fail_rows = 0
@@ -255,6 +261,7 @@ class EngineProcess(Process):
         """The process is gone; the kernel closes its sockets."""
         if not self.alive:
             return
+        self._observe(self, Ended(status, signal))
         self.die()
         self.transport.close()
         for kind in ("engine", "kv"):

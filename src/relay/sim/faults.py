@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from relay.sim.gateway import HOST
+from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
 
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-SLOW_FACTOR = 10
+SLOW_FACTORS = (10, 80)
 CRASH_SIGNAL = 11
 STALL_MS = 2000
 
@@ -23,7 +24,7 @@ def inject(world: "World", kind: str) -> bool:
 def _pick(world: "World") -> WorkerNode | None:
     """A worker whose engine runs."""
     nodes = [node for node in world.workers.values() if node.alive and node.running is not None]
-    return world.kernel.tape.of(nodes, "victim") if nodes else None
+    return world.kernel.tape.of(world.prefer_workers(nodes), "victim") if nodes else None
 
 
 def _outage_ns(world: "World") -> int:
@@ -88,13 +89,14 @@ def _freeze_all(world: "World") -> bool:
 def _slow(world: "World") -> bool:
     node = _pick(world)
     engine = node.running if node else None
-    if node is None or engine is None:
+    if node is None or engine is None or engine.slow > 1:
         return False
-    world.harm(node.key.worker, "ten times slower")
-    engine.slow *= SLOW_FACTOR
+    factor = world.kernel.tape.of(SLOW_FACTORS, "slow factor")
+    world.harm(node.key.worker, f"{factor} times slower")
+    engine.slow = factor
 
     def recover() -> None:
-        engine.slow = max(1, engine.slow // SLOW_FACTOR)
+        engine.slow = 1
 
     world.until_healed(_outage_ns(world), node.key.worker, recover)
     return True
@@ -145,10 +147,22 @@ def _partition_full(world: "World") -> bool:
 
 
 def _partition_kv(world: "World") -> bool:
-    first, second = _pick(world), _pick(world)
-    if first is None or second is None or first is second:
-        return False
-    return _partition(world, [(first.key.worker, second.key.worker)])
+    """Between two workers of which one sends KV to the other, where there are such; in either direction."""
+    pairs = [
+        (node.key.worker, target)
+        for node in world.workers.values()
+        if node.running is not None
+        for target in node.running.transport.targets()
+    ]
+    if not pairs:
+        first, second = _pick(world), _pick(world)
+        if first is None or second is None or first is second:
+            return False
+        pairs = [(first.key.worker, second.key.worker)]
+    source, target = world.kernel.tape.of(pairs, "pair")
+    if world.kernel.tape.below(2, "direction"):
+        source, target = target, source
+    return _partition(world, [(source, target)])
 
 
 def _jitter(world: "World") -> bool:
@@ -197,7 +211,7 @@ def _client_disconnect(world: "World") -> bool:
     clients = [client for client in world.clients.values() if client.open]
     if not clients:
         return False
-    world.disconnect(world.kernel.tape.of(clients, "client"))
+    world.disconnect(world.kernel.tape.of(world.prefer_clients(clients), "client"))
     return True
 
 
@@ -215,6 +229,7 @@ def _step_error(world: "World") -> bool:
     node = _pick(world)
     if node is None or node.running is None or node.running.fail_rows:
         return False
+    world.struck.hosts(node.key.worker)
     world.step_errors += 1
     node.running.fail_rows = world.kernel.tape.between(1, 2, "fail rows")
     return True
@@ -224,6 +239,7 @@ def _new_numerics(world: "World") -> bool:
     """A rolling upgrade begins: what starts from now on computes with other numerics."""
     if world.kernel.tape.below(4, "upgrade now"):
         return False
+    world.struck.hosts("")
     world.upgrade()
     return True
 
@@ -252,4 +268,5 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "drain": _drain,
     "step_error": _step_error,
     "new_numerics": _new_numerics,
+    "stranger": visit,
 }

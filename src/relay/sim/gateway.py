@@ -11,7 +11,7 @@ from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, FramingError, encode
-from relay.protocol.messages import PROTOCOL_MAX, Heartbeat, Hello, Message, Rejected, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Heartbeat, Hello, Message, Rejected, Welcome
 from relay.sim.backend import VOCAB
 from relay.sim.engine import MODEL_DIGEST
 from relay.sim.kernel import Kernel
@@ -98,6 +98,7 @@ class GatewayNode(Process):
 
     def handle(self, event: e.Event) -> list[c.Command]:
         """Let the core handle ``event`` and carry out what it wants done."""
+        self.kernel.events += 1
         self._before(event)
         if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
             self.heard_ns[event.worker] = self.kernel.now_ns
@@ -115,8 +116,10 @@ class GatewayNode(Process):
             self._executing = False
         return commands
 
-    def launcher_exited(self, key: WorkerKey, status: int | None, signal: int | None) -> None:
-        self.run(self.handle, e.LauncherExited(key, status, signal))
+    def launcher_exited(
+        self, key: WorkerKey, status: int | None, signal: int | None, engine: EngineExited | None
+    ) -> None:
+        self.run(self.handle, e.LauncherExited(key, status, signal, engine=engine))
 
     def lost(self, connection: _Connection, reason: str) -> None:
         worker = connection.worker

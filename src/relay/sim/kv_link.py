@@ -1,6 +1,6 @@
 """KV connections over the simulated network: the production frames, hello check, Sender, Receiver and table of receptions.
 
-What ``transfer/tcp.py`` does with threads and blocking sockets is done here by callbacks; nothing else differs.
+What ``transfer/transport.py`` does with threads and blocking sockets is done here by callbacks; nothing else differs.
 """
 
 import zlib
@@ -37,7 +37,7 @@ from relay.transfer.frame import (
 )
 from relay.transfer.handshake import mismatch
 from relay.transfer.inbound import ReceptionTable
-from relay.transfer.receiver import ReceiverState
+from relay.transfer.receiver import Receiver, ReceiverState
 from relay.transfer.sender import Outgoing, Sender, SenderState
 
 
@@ -59,12 +59,12 @@ class FrameStream:
         frames = []
         while len(buffer) >= HEADER_BYTES:
             raw = bytes(buffer[:HEADER_BYTES])
-            header = parse(raw)
+            header, expected = parse(raw, checksum)
             end = HEADER_BYTES + header.payload_bytes
             if len(buffer) < end:
                 break
             payload = bytes(buffer[HEADER_BYTES:end])
-            verify(raw, payload, checksum)
+            verify(payload, expected, checksum)
             frames.append((header, payload))
             del buffer[:end]
         return frames
@@ -114,6 +114,7 @@ class OutboundLink:
             return
         try:
             for header, payload in self._stream.feed(data):
+                self._transport.network.handled()
                 if self.greeted:
                     sending = self.sendings.get(header.transfer)
                     if sending is not None:
@@ -184,7 +185,7 @@ class OutboundLink:
             return
         self._send(sending)
         if sender.state is SenderState.ACKNOWLEDGED:
-            self._transport.report(SendAcknowledged(transfer))
+            self._transport.report(SendAcknowledged(transfer, sender.stats("sim")))
         else:
             self._transport.report(SendFailed(transfer, sender.reason, sender.handed_off))
 
@@ -206,6 +207,8 @@ class OutboundLink:
 class InboundLink:
     """One accepted connection at D."""
 
+    scheme = "sim"
+
     def __init__(self, transport: "SimTransport", side: Side) -> None:
         self._transport = transport
         self._side = side
@@ -223,6 +226,7 @@ class InboundLink:
             return
         try:
             for header, payload in self._stream.feed(data):
+                self._transport.network.handled()
                 if self._peer is None:
                     self._welcome(header, payload)
                 else:
@@ -264,10 +268,10 @@ class InboundLink:
                 self._transport.store.write_kv(
                     header.layer, reception.block_table, header.first_token, header.token_count, memoryview(payload)
                 )
-                receiver.written(header)
+                receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
-        reception.link = cast(Any, self)
+        reception.heard_on(cast(Any, self), header.kind)
         table.settle(reception)
 
     def _lost(self, reason: str) -> None:
@@ -312,19 +316,28 @@ class SimTransport:
         sending = [transfer for link in self._links.values() for transfer in link.sendings]
         return sending + [transfer for transfer in self.receiving if self.table.get(transfer) is not None]
 
+    def targets(self) -> list[str]:
+        """Workers that this engine sends KV to now, for faults."""
+        return list(dict.fromkeys(target for (target, _), link in self._links.items() if link.sendings))
+
+    def senders(self) -> list[Sender]:
+        return [sending.sender for link in self._links.values() for sending in link.sendings.values()]
+
+    def receivers(self) -> list[Receiver]:
+        """Of the open receptions."""
+        receptions = [self.table.get(transfer) for transfer in self.receiving]
+        return [reception.receiver for reception in receptions if reception is not None]
+
     def silences(self, now_ns: int) -> list[tuple[int, int, int]]:
         """(transfer, ns since its peer was heard, its lease) of open transfers, for checkers."""
         limits = self.limits
         senders = [
             sending.sender for link in self._links.values() if link.greeted for sending in link.sendings.values()
         ]
-        found = [(sender.order.transfer, now_ns - sender._heard_ns, limits.lease_ns) for sender in senders]
-        for transfer in self.receiving:
-            reception = self.table.get(transfer)
-            if reception is not None:
-                receiver = reception.receiver
-                lease_ns = limits.open_lease_ns if receiver.state is ReceiverState.RESERVED else limits.lease_ns
-                found.append((transfer, now_ns - receiver._heard_ns, lease_ns))
+        found = [(sender.order.transfer, now_ns - sender.watchdog.heard_ns, limits.lease_ns) for sender in senders]
+        for receiver in self.receivers():
+            lease_ns = limits.open_lease_ns if receiver.state is ReceiverState.RESERVED else limits.lease_ns
+            found.append((receiver.order.transfer, now_ns - receiver.watchdog.heard_ns, lease_ns))
         return found
 
     def open_send(self, order: SendOrder) -> None:
@@ -352,7 +365,7 @@ class SimTransport:
         link = self._link_of.get(transfer)
         sending = link.sendings.get(transfer) if link else None
         if link is not None and sending is not None:
-            sending.sender.hand_off(handoff)
+            sending.sender.hand_off(handoff, self.clock.now_ns())
             link.flush(sending)
 
     def open_receive(self, order: ReceiveOrder) -> None:

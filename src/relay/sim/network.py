@@ -59,6 +59,7 @@ class Network:
     def __init__(self, kernel: Kernel, latency_ns: int) -> None:
         self._kernel = kernel
         self._latency_ns = latency_ns
+        self.damaged: Callable[[str, Side], None] = lambda kind, side: None  # a KV frame from ``side`` is, now
         self.jitter_ns = 0
         self.split_per_mille = 0
         self.corrupt_next_kv = 0
@@ -69,6 +70,10 @@ class Network:
         self._listeners: dict[str, tuple[str, Callable[[Side], None]]] = {}
         self.sides: dict[int, Side] = {}
         self._next = 1
+
+    def handled(self) -> None:
+        """An end of a connection takes a message."""
+        self._kernel.events += 1
 
     # --- who can be reached ---------------------------------------------------------------------------------------
 
@@ -114,7 +119,9 @@ class Network:
         self._blocked[source, target] -= 1
         if self._blocked[source, target]:
             return
-        for side in list(self.sides.values()):
+        # An end that knows already that the connection is over may still owe the other one its last bytes.
+        ends = {end.number: end for side in self.sides.values() for end in (side, side.peer)}
+        for side in ends.values():
             if side.host == source and side.peer.host == target and side.held_since_ns:
                 side.held_since_ns = 0
                 for _ in range(len(side.under_way) + bool(side.ending)):
@@ -133,18 +140,22 @@ class Network:
             if data[KIND_AT] == Kind.KV and (self.lose_next_kv or self.repeat_next_kv):
                 if self.lose_next_kv:  # not TCP's doing; what must not be trusted is that all frames came
                     self.lose_next_kv -= 1
+                    self.damaged("kv_lose", side)
                     self._kernel.sometimes("kv frame lost")
                     return
                 self.repeat_next_kv -= 1
+                self.damaged("kv_repeat", side)
                 self._kernel.sometimes("kv frame repeated")
                 self._put(side, data)
             elif self.corrupt_next_kv:
                 self.corrupt_next_kv -= 1
+                self.damaged("kv_corrupt", side)
                 self._kernel.sometimes("kv frame corrupted")
                 at = tape.below(len(data), "corrupt at")
                 data = data[:at] + bytes([data[at] ^ (1 << tape.below(8, "corrupt bit"))]) + data[at + 1 :]
             elif self.truncate_next_kv:
                 self.truncate_next_kv -= 1
+                self.damaged("kv_truncate", side)
                 self._kernel.sometimes("kv frame truncated")
                 data = data[: tape.below(len(data), "truncate at")]
                 if data:

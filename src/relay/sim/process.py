@@ -13,6 +13,7 @@ class Process:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.alive = True
+        self.awake_since_ns = kernel.now_ns
         self._stops = 0
         self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
@@ -32,7 +33,10 @@ class Process:
         """``handler``, run in this process."""
 
         def guarded(argument: Any) -> None:
-            self.run(handler, argument)
+            if self.alive and not self._stops:
+                handler(argument)
+            else:
+                self.run(handler, argument)
 
         return guarded
 
@@ -45,6 +49,7 @@ class Process:
 
     def thaw(self) -> None:
         self._stops = max(0, self._stops - 1)
+        self.awake_since_ns = self.kernel.now_ns
         while self.alive and not self._stops and self._backlog:
             handler, arguments = self._backlog.popleft()
             handler(*arguments)

@@ -1,18 +1,17 @@
-"""Runs of one seed, one tape, many seeds."""
+"""One run: a tape played through, with all that came of it."""
 
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from typing import Protocol
 
 from relay.sim.checkers import STATEMENTS
 from relay.sim.kernel import Violation
-from relay.sim.tape import ForeignTape, Tape
+from relay.sim.swarm import Swarm
+from relay.sim.tape import Edits, ForeignTape, Tape
 from relay.sim.world import World, fault_counts
 
-STORY_LINES = 40
+STORY_LINES = 34  # a whole report has at most 40 lines
 
 
 @dataclass(slots=True)
@@ -25,122 +24,121 @@ class Failure:
     now_ns: int
     events: int
     story: list[str]
+    edits: Edits
+    scenario: str = ""
+    mutant: str = ""
 
-    def report(self) -> str:
+    @property
+    def replay_command(self) -> str:
+        return replay_command(self.seed, self.edits, self.scenario, self.mutant)
+
+    def report(self, replay: str = "") -> str:
+        """For people, with the command that shows it again."""
+        name = f"scenario {self.scenario}, " if self.scenario else ""
         lines = [
-            f"seed {self.seed}: {self.invariant} is broken after {self.events} events, at {self.now_ns / 1e6:.3f} ms",
+            f"{name}seed {self.seed}: {self.invariant} is broken after {self.events} events, at {self.now_ns / 1e6:.3f} ms",
             f"  {self.invariant}: {STATEMENTS.get(self.invariant, 'the simulation itself')}",
             f"  {self.text}",
             "the story:",
             *[f"  {line}" for line in self.story],
-            f"replay: relay sim --seed {self.seed}",
+            f"replay: {replay or self.replay_command}",
         ]
         return "\n".join(lines)
 
 
 @dataclass(slots=True)
 class Run:
-    """What one run did."""
+    """What one run did. ``cells``: how often a fault ("fault") struck in a moment, by "fault/moment"."""
 
     seed: int
     events: int
     requests: int
     faults: dict[str, int]
     counts: dict[str, int]
+    cells: dict[str, int]
     trace_hash: str
     failure: Failure | None
-    story: list[str]
-    tape: Tape
+    story: list[str] = field(default_factory=list)
+    cpu_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Sweep:
-    """The sum of many runs."""
+class Script(Protocol):
+    """What may take the place of drawn requests and faults: a directed scenario."""
 
-    seeds: int = 0
-    events: int = 0
-    requests: int = 0
-    seconds: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
-    trace_hash: str = ""
+    @property
+    def name(self) -> str: ...
 
-    def summary(self) -> dict[str, object]:
-        return {
-            "seeds": self.seeds,
-            "events": self.events,
-            "events_per_s": round(self.events / self.seconds) if self.seconds else 0,
-            "requests": self.requests,
-            "faults": dict(sorted(self.faults.items())),
-            "violations": len(self.failures),
-            "violating_seeds": [failure.seed for failure in self.failures],
-            "sometimes": dict(sorted(self.counts.items())),
-            "trace_hash": self.trace_hash,
-        }
+    @property
+    def swarm(self) -> Swarm: ...
+
+    def run(self, world: World) -> None: ...
 
 
-def run_tape(tape: Tape) -> Run:
-    """Play one tape through. A broken invariant is in ``failure``; a tape that does not fit raises ForeignTape."""
+def replay_command(seed: int, edits: Edits, scenario: str = "", mutant: str = "") -> str:
+    """What to type to see a run again; a run with edits other than a direction needs its tape."""
+    options = [f"--scenario {scenario}"] if scenario else []
+    options.append(f"--seed {seed}")
+    if edits.directed is not None:
+        options.append(f"--directed '{edits.directed[0]}:{edits.directed[1]}'")
+    if mutant:
+        options.append(f"--only '{mutant}'")
+    return f"relay sim {' '.join(options)}"
+
+
+def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -> Run:
+    """Play one tape through; ``story``: tell it even if nothing breaks.
+
+    A broken invariant is in ``failure``; a tape that does not fit raises ForeignTape.
+    """
     world: World | None = None
     failure = None
+    name = script.name if script else ""
+    started = time.process_time()
     try:
-        world = World(tape)
-        world.run()
+        world = World(tape, script.swarm if script else None)
+        if script is None:
+            world.run()
+        else:
+            script.run(world)
     except ForeignTape:
         raise
     except Violation as violation:
-        failure = _failure(tape, world, violation.invariant, violation.text)
+        failure = _failure(tape, world, violation.invariant, violation.text, name)
     except Exception as error:  # whatever a core raises is a finding
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno} in {where.name})"
-        failure = _failure(tape, world, "core", text)
+        failure = _failure(tape, world, "core", text, name)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
     kernel = world.kernel
     return Run(
-        tape.seed,
-        kernel.events,
-        len(world.clients),
-        fault_counts(world),
-        dict(kernel.counts),
-        kernel.trace_hash,
-        failure,
-        kernel.story(STORY_LINES),
-        tape,
+        seed=tape.seed,
+        events=kernel.events,
+        requests=len(world.clients),
+        faults=fault_counts(world),
+        counts=dict(kernel.counts),
+        cells={f"{fault}/{moment}": count for (fault, moment), count in world.struck.cells.items()},
+        trace_hash=kernel.trace_hash,
+        failure=failure,
+        story=world.story(STORY_LINES) if story else [],
+        cpu_s=time.process_time() - started,
     )
 
 
-def run_seed(seed: int) -> Run:
-    return run_tape(Tape(seed))
+def run_seed(seed: int, edits: Edits | None = None) -> Run:
+    return run_tape(Tape(seed, edits))
 
 
-def sweep(seeds: Iterable[int], progress: Callable[[Run], None] | None = None, max_failures: int = 5) -> Sweep:
-    """Run ``seeds`` one after another; stops early after ``max_failures`` broken ones."""
-    total = Sweep()
-    digest = blake2b(digest_size=16)
-    started = time.process_time()
-    for seed in seeds:
-        run = run_seed(seed)
-        total.seeds += 1
-        total.events += run.events
-        total.requests += run.requests
-        total.faults.update(run.faults)
-        total.counts.update(run.counts)
-        digest.update(run.trace_hash.encode())
-        if run.failure is not None:
-            total.failures.append(run.failure)
-        if progress is not None:
-            progress(run)
-        if len(total.failures) >= max_failures:
-            break
-    total.seconds = time.process_time() - started
-    total.trace_hash = digest.hexdigest()
-    return total
-
-
-def _failure(tape: Tape, world: World | None, invariant: str, text: str) -> Failure:
-    if world is None:
-        return Failure(tape.seed, invariant, text, 0, 0, [])
-    kernel = world.kernel
-    return Failure(tape.seed, invariant, text, kernel.now_ns, kernel.events, kernel.story(STORY_LINES))
+def _failure(tape: Tape, world: World | None, invariant: str, text: str, scenario: str) -> Failure:
+    kernel = world.kernel if world else None
+    return Failure(
+        seed=tape.seed,
+        invariant=invariant,
+        text=text,
+        now_ns=kernel.now_ns if kernel else 0,
+        events=kernel.events if kernel else 0,
+        story=world.story(STORY_LINES) if world else [],
+        edits=tape.edits,
+        scenario=scenario,
+        mutant=tape.mutant,
+    )

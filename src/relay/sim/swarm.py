@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from relay.config import AdmissionConfig, ControlConfig, DetectorConfig, RestartConfig, RetryConfig
+from relay.config import (
+    AdmissionConfig,
+    BreakerConfig,
+    ControlConfig,
+    DetectorConfig,
+    HedgeConfig,
+    RestartConfig,
+    RetryConfig,
+)
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.sim.tape import Tape
@@ -35,7 +43,9 @@ FAULTS = (
     "drain",
     "step_error",
     "new_numerics",
+    "stranger",
 )
+HARMLESS = ("stranger",)  # nothing may fail because of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class Swarm:
     requests: int
     chaos_ms: int
     poison: int  # requests that crash every engine
+    poison_hangs: bool = False  # or keep its step from ending
 
     @property
     def kv_tokens(self) -> int:
@@ -75,8 +86,9 @@ def draw(tape: Tape) -> Swarm:
         slots += [(f"decode-{index}", "decode") for index in range(decode)]
     else:
         slots = [(f"worker-{index}", "both") for index in range(decode)]
-    # One run in eight has no fault at all; each kind is on in about a third of the others, so single kinds occur.
-    faults = () if tape.below(8, "faultless") == 0 else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
+    # One run in eight has none that may excuse anything; each kind is on in about a third of the others, so single kinds occur.
+    harmless = tape.below(8, "faultless") == 0
+    faults = HARMLESS if harmless else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
     return Swarm(
         slots=tuple(slots),
         control=_control(tape),
@@ -99,7 +111,8 @@ def draw(tape: Tape) -> Swarm:
         mean_arrival_ms=of((2, 20, 100), "arrival_ms"),
         requests=between(3, 24, "requests"),
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
-        poison=1 if tape.chance(100, "poison") else 0,
+        poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
+        poison_hangs=tape.chance(300, "poison hangs"),
     )
 
 
@@ -130,6 +143,21 @@ def _control(tape: Tape) -> ControlConfig:
             backoff_s=of((0.005, 0.025), "backoff_s"),
             max_backoff_s=of((0.05, 0.5), "max_backoff_s"),
             full_patience_s=of((0.02, 0.5), "full_patience_s"),
+            budget_per_mille=of((0, 500), "retry_per_mille"),
+            budget_tokens_per_s=of((50, 2000), "retry_tokens_per_s"),
+            budget_burst_tokens=of((60, 1 << 16), "retry_burst"),
+        ),
+        hedge=HedgeConfig(
+            budget_per_mille=of((50, 1000, 1000, 1000), "hedge_per_mille"),
+            slow_step_s=of((0.06, 0.3), "slow_step_s"),
+            slow_factor=of((2, 8), "slow_factor"),
+        ),
+        breaker=BreakerConfig(
+            window_s=of((0.5, 10.0), "breaker_window_s"),
+            min_failures=of((1, 5), "breaker_failures"),
+            open_s=of((0.1, 1.0), "breaker_open_s"),
+            slow_start_s=of((0.2, 5.0), "slow_start_s"),
+            slow_start_seqs=of((1, 2), "slow_start_seqs"),
         ),
         admission=AdmissionConfig(
             max_num_queued_reqs=of((2, 8, 512), "queued_reqs"),

@@ -7,19 +7,26 @@ import msgspec
 from relay.ids import WorkerKey
 from relay.protocol.framing import FrameDecoder, encode
 from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected, Role
-from relay.sim.engine import EngineProcess
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.kernel import Kernel
 from relay.sim.network import Network, Side
 from relay.sim.process import Process
 from relay.sim.swarm import Swarm
 from relay.worker.agent import HEARTBEAT_NS
+from relay.worker.agent_loop import KILL_SIGNALS
 from relay.worker.events import Event
+from relay.worker.status_page import manifest_for
+from relay.worker.step_age import LONG_STEP_MS, StepAge
 
 EXIT_NS = 1_000_000  # from a process's end to the event that tells of it
 
 
 class WorkerNode:
-    """One incarnation. ``launcher_exited(key, status, signal)`` is called when the agent is gone."""
+    """One incarnation. ``launcher_exited(key, status, signal, last word)`` is called when the agent is gone.
+
+    ``poisoned`` is called when the agent reports an engine that a poison request crashed. One that somebody killed in the moment
+    between fell to that.
+    """
 
     def __init__(
         self,
@@ -29,8 +36,8 @@ class WorkerNode:
         key: WorkerKey,
         role: Role,
         numerics: str,
-        launcher_exited: Callable[[WorkerKey, int | None, int | None], None],
-        observe: Callable[[EngineProcess, Event], None],
+        launcher_exited: Callable[[WorkerKey, int | None, int | None, EngineExited | None], None],
+        observe: Callable[[EngineProcess, Event | Ended], None],
         poisoned: Callable[[], None],
     ) -> None:
         self.key = key
@@ -38,15 +45,19 @@ class WorkerNode:
         self._kernel = kernel
         self._network = network
         self._launcher_exited = launcher_exited
+        self._poisoned = poisoned
+        self._last_word: EngineExited | None = None  # left with the launcher
         self.agent = Process(kernel)
         self.engine: EngineProcess | None = None
         self._terminations = 0
+        self._step_age = StepAge(dict)
         self._decoder = FrameDecoder(GatewayToAgent)
         self._side: Side | None = None
         network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
-        load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
+        with kernel.tape.within(f"worker {key.worker} {key.incarnation}"):
+            load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
         self._boot: Callable[[], EngineProcess] = lambda: EngineProcess(
-            kernel, network, swarm, key, role, numerics, self._engine_exited, observe, poisoned
+            kernel, network, swarm, key, role, numerics, self._engine_exited, observe
         )
         self.agent.after(load_ns, self._start_engine)
 
@@ -77,6 +88,7 @@ class WorkerNode:
 
     def _data(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
+            self._kernel.events += 1
             if isinstance(message, Rejected):
                 self._gateway_lost(message.reason)
                 return
@@ -84,14 +96,17 @@ class WorkerNode:
                 self.engine.sigterm()
 
     def _beat(self) -> None:
+        self._kernel.events += 1
         engine = self.engine
         if engine is None:
             self._send(Heartbeat(0, "loading", 0, "S"))
         elif engine.alive:
-            page = engine.page
-            age_ms = (self._kernel.now_ns - page.since_ns) // 1_000_000
-            phase = "draining" if page.draining else page.phase
-            self._send(Heartbeat(page.step, phase, age_ms, "T" if engine.stopped else "S"))  # type: ignore[arg-type]
+            now_ns, page = self._kernel.now_ns, engine.page
+            state = "T" if engine.stopped else "S"
+            step, phase, age_ms = page.read(now_ns)
+            age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
+            rows = page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
+            self._send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, 0)))
         self.agent.after(HEARTBEAT_NS, self._beat)
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -108,7 +123,14 @@ class WorkerNode:
         self.agent.after(EXIT_NS, self._report_engine, status, signal)
 
     def _report_engine(self, status: int | None, signal: int | None) -> None:
-        self._send(EngineExited(status, signal))
+        engine = self.engine
+        assert engine is not None
+        message = EngineExited(status, signal, *manifest_for(engine.page.manifest(), 0))
+        self._send(message)
+        if engine.poisoned:
+            self._poisoned()
+        if message.manifest and signal not in KILL_SIGNALS:
+            self._last_word = message
         if signal == 15 and self._terminations:
             status, signal = 0, None
         self._end_agent(status if status is not None else 128 + (signal or 0), None)
@@ -119,7 +141,7 @@ class WorkerNode:
         self.agent.die()
         for side in self._network.connections_of(self.key.worker, "agent"):
             side.close()
-        self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal)
+        self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal, self._last_word)
 
     # --- signals --------------------------------------------------------------------------------------------------
 

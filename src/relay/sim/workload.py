@@ -42,11 +42,12 @@ class Workload:
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, tape.of((0, 0, 4), "min_tokens")),
             seed=tape.below(1 << 20, "seed"),
+            logprobs=tape.of((None, None, 0, 2), "logprobs"),
             presence_penalty=tape.of((0.0, 0.0, 0.5), "penalty"),
             eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
-        n = 1 if poison else tape.of((1, 1, 1, 2, 3), "n")
+        n = tape.of((1, 1, 1, 2, 3), "n")
         return Submission(prompt, params, n, deadline_ns=deadline_ns)
 
     def probe(self) -> Submission:

@@ -6,29 +6,35 @@ from collections.abc import Callable
 from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.contract import RequestFailure, Submission
+from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
+from relay.sim import plan
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
-from relay.sim.engine import EngineProcess
+from relay.sim.coverage import Struck
+from relay.sim.director import Director
+from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
+from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
-from relay.sim.network import Network
-from relay.sim.swarm import FAULTS, MS
+from relay.sim.network import Network, Side
+from relay.sim.plan import Planned
+from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
 from relay.sim.workload import Workload
 from relay.worker.events import Event as WorkerEvent
+from relay.worker.events import OrderReceived
 
 WARM_NS = 30 * SECOND
 LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
 MAX_POISON_CRASHES = 3
-MAX_EVENTS = 400_000  # of one run: more means that something goes in circles
+MAX_CALLS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
 
@@ -36,9 +42,11 @@ NEXT_NUMERICS = "numerics-2"
 class World:
     """Owns everything; ``run`` plays it through and raises ``Violation``."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
+        """``swarm`` None: drawn from the tape."""
         self.kernel = Kernel(tape)
-        self.swarm = drawing.draw(tape)
+        with tape.within("swarm"):
+            self.swarm = swarm or drawing.draw(tape)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -47,8 +55,11 @@ class World:
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
         self.step_errors = 0
+        self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
+        self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
+        self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
         self._calm_ns: dict[str, int] = {}
@@ -56,10 +67,17 @@ class World:
         self._next_heal = 1
         self._next_request = 1
         self._to_submit = 0
-        self._poison_left = self.swarm.poison
+        self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
-        self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
+        with tape.within("workload"):
+            self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
         self.checkers = Checkers(self)
+        self.struck = Struck(self)
+        self.preferred: tuple[list[str], list[int]] = (
+            [],
+            [],
+        )  # workers and requests that a directed fault is meant for
+        self.network.damaged = self._damaged
         self.gateway = GatewayNode(
             self.kernel,
             self.network,
@@ -69,33 +87,59 @@ class World:
             self.checkers.after_gateway,
         )
 
+    def story(self, lines: int) -> list[str]:
+        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
+        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        told.sort(key=lambda line: line[0])
+        return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
+
     # --- the plot -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The whole run. Raises Violation; any other exception is one of a core and a violation too."""
-        kernel, swarm = self.kernel, self.swarm
+        self.warm()
+        self._chaos()
+        self.settle()
+
+    def warm(self) -> None:
+        """From nothing to a complete cluster."""
         self.gateway.handle(e.Started())
-        kernel.after(AUDIT_NS, self._audit)
-        self._until(lambda: self.complete, WARM_NS, "the cluster never became complete")
+        self.kernel.after(AUDIT_NS, self._audit)
+        self.until(lambda: self.complete, WARM_NS, "the cluster never became complete")
         self.phase = "chaos"
-        self._to_submit = swarm.requests
-        kernel.after(self._gap(swarm.mean_arrival_ms), self._arrive)
-        if swarm.faults:
-            kernel.after(self._gap(swarm.mean_fault_ms), self._fault)
+
+    def _chaos(self) -> None:
+        """Requests arrive, faults happen."""
+        kernel, swarm = self.kernel, self.swarm
+        requests, faults = plan.draw(kernel.tape, swarm)
+        self._to_submit = len(requests)
+        for planned in requests:
+            kernel.after(planned.at_ns, self._arrive, planned)
+        for planned in faults:
+            kernel.after(planned.at_ns, self._fault, planned)
         end_ns = kernel.now_ns + swarm.chaos_ms * MS
-        self._until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
+        if kernel.tape.edits.directed is not None:
+            director = Director(self, *kernel.tape.edits.directed)
+            while kernel.now_ns < end_ns and not director.done and kernel.step():
+                director.look()
+        self.until(lambda: kernel.now_ns >= end_ns, swarm.chaos_ms * MS + SECOND, "")
+
+    def settle(self) -> None:
+        """Everything heals, every request ends, every worker is ready and serves, nothing is left."""
         self._heal()
-        self._until(self._all_ended, LIVENESS_NS, "", "I5")
-        self._until(self._all_ready, LIVENESS_NS, "", "I12")
+        self.until(self._all_ended, LIVENESS_NS, "", "I5")
+        self.until(self._all_ready, LIVENESS_NS, "", "I12")
         self.phase = "probes"
-        for _ in range(PROBES):
-            self._submit(self.workload.probe(), Expectation(probe=True, faults_before=self.num_faults))
-        self._until(self._all_ended, LIVENESS_NS, "", "I5")
+        for number in range(PROBES):
+            with self.kernel.tape.within(f"probe {number + 1}"):
+                probe = self.workload.probe()
+            self.submit(probe, Expectation(probe=True, faults_before=self.num_faults))
+        self.until(self._all_ended, LIVENESS_NS, "", "I5")
         self.phase = "quiesce"
-        self._until(self._quiet, QUIESCE_NS, "")
+        self.until(self._quiet, QUIESCE_NS, "")
         self.checkers.quiesced()
 
-    def _until(self, done: Callable[[], bool], bound_ns: int, text: str, invariant: str = "") -> None:
+    def until(self, done: Callable[[], bool], bound_ns: int, text: str, invariant: str = "") -> None:
         """Run events until ``done``; after ``bound_ns`` it is a violation of ``invariant`` (or simply time, without one)."""
         kernel = self.kernel
         limit_ns = kernel.now_ns + bound_ns
@@ -104,8 +148,8 @@ class World:
                 if text or invariant:
                     raise Violation(invariant or "I12", text or self._unfinished())
                 return
-            if kernel.events > MAX_EVENTS:
-                raise Violation("I10", f"more than {MAX_EVENTS} events: something goes in circles")
+            if kernel.calls > MAX_CALLS:
+                raise Violation("I10", f"more than {MAX_CALLS} calls: something goes in circles")
 
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
@@ -114,7 +158,10 @@ class World:
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
-        return self._to_submit == 0 and not any(client.open for client in self.clients.values())
+        if self._to_submit or (self._open_client is not None and self._open_client.open):
+            return False
+        self._open_client = next((client for client in self.clients.values() if client.open), None)
+        return self._open_client is None
 
     def _all_ready(self) -> bool:
         return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
@@ -127,26 +174,21 @@ class World:
             e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
         )
 
-    def _gap(self, mean_ms: int) -> int:
-        return self.kernel.tape.between(1, 2 * mean_ms, "gap ms") * MS
-
     def _audit(self) -> None:
         self.checkers.audit()
         self.kernel.after(AUDIT_NS, self._audit)
 
     # --- clients --------------------------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
+    def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
-        poison = bool(self._poison_left) and self.phase == "chaos"
-        self._poison_left -= poison
-        submission = self.workload.submission(self.kernel.now_ns, poison)
-        self.gateway.run(self._submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
-        if self._to_submit:
-            gap_ns = self._gap(self.swarm.mean_arrival_ms)
-            self.kernel.after(gap_ns, self._arrive)
+        poison = planned.number <= self.swarm.poison and self.phase == "chaos"
+        self.num_poison += poison
+        with self.kernel.tape.within(planned.name):
+            submission = self.workload.submission(self.kernel.now_ns, poison)
+        self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
 
-    def _submit(self, submission: Submission, expectation: Expectation) -> None:
+    def submit(self, submission: Submission, expectation: Expectation) -> Client:
         request = self._next_request
         self._next_request += 1
         client = Client(request, submission, expectation, self.oracles)
@@ -161,8 +203,10 @@ class World:
             params.max_tokens,
         )
         self.gateway.handle(e.RequestSubmitted(request, submission))
+        return client
 
     def disconnect(self, client: Client) -> None:
+        self.struck.request(client.request)
         self.kernel.tell("request {}: client disconnects", client.request)
         client.cancelled = True
         self.gateway.run(self.gateway.handle, e.RequestCancelled(client.request))
@@ -180,7 +224,7 @@ class World:
                 self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
                 if client.open:
                     client.end(failure)
-                    self._judge(client, failure, refused=isinstance(command, c.Refuse))
+                    judge(self, client, failure, refused=isinstance(command, c.Refuse))
             case c.Ended(request):
                 if self.clients[request].open:
                     self.clients[request].end(None)
@@ -193,42 +237,10 @@ class World:
 
     def _maybe_stop(self, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
-        if choice not in client.finished and self.kernel.tape.chance(10, "stop string"):
+        if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
             self.gateway.handle(e.ChoiceFinished(client.request, choice))
-
-    def _judge(self, client: Client, failure: RequestFailure, refused: bool) -> None:
-        """Whether a request may end like this (I5, I11)."""
-        self.kernel.sometimes(f"{'refused' if refused else 'failed'}: {failure.code}")
-        code = failure.code
-        total = len(client.submission.token_ids) + client.submission.params.max_tokens
-        disturbed = self.num_faults > client.expectation.faults_before or (self.phase == "chaos" and bool(self.faults))
-        if failure.status in (429, 503) and code != "numerics_changed" and not (failure.retry_after_s or 0) >= 1:
-            raise Violation("I5", f"request {client.request}: {code} without a time to retry after")
-        if refused:
-            fine = {
-                "context_length_exceeded": total > self.swarm.scheduler.max_model_len,
-                "kv_cache_exceeded": total > self.swarm.kv_tokens,
-                "queue_full": True,
-                "no_workers": disturbed or not any(node.running for node in self.workers.values()),
-            }.get(code, False)
-        else:
-            fine = {
-                "deadline_exceeded": client.submission.deadline_ns is not None
-                and self.kernel.now_ns >= client.submission.deadline_ns,
-                # To the gateway a crash that was injected looks like any other.
-                "quarantined": client.expectation.poison or self.faults["crash_engine"] > 0,
-                "numerics_changed": len(self.numerics) > 1,
-                "no_workers": disturbed,
-                "retries_exhausted": disturbed or client.expectation.poison,
-                "engine_error": self.step_errors > 0,
-            }.get(code, False)
-        if client.expectation.probe or not fine:
-            name = "I11" if code == "quarantined" else "I12" if client.expectation.probe else "I5"
-            raise Violation(
-                name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}"
-            )
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -252,25 +264,32 @@ class World:
         )
 
     def _stop(self, key: WorkerKey, kill: bool) -> None:
+        worker = self.workers.get(key.worker)
+        engine = worker.running if worker is not None and worker.key == key else None
+        cause = self.gateway.core.state.workers[key.worker].last_cause
+        if kill and engine is not None and engine.hung and cause.startswith("no progress"):
+            engine.hung = False
+            self.kernel.sometimes("a hung engine is noticed")
+            self.poisoned()
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
-    def _observe(self, engine: EngineProcess, event: WorkerEvent) -> None:
-        if engine.core.held and engine.scheduler.load().counters["preemptions"]:
-            self.kernel.sometimes("preempted")
+    def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
+        if type(event) is OrderReceived:
+            work = getattr(event.order, "work", None)
+            if work is not None:
+                engine.begun[work.request, work.choice, work.attempt] = None
+        if engine.scheduler.num_preemptions:
+            self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
 
     def poisoned(self) -> None:
-        """The poison request has crashed an engine (I11). Only one is sent in a run, with one choice.
-
-        Every other fault may hide one crash from the gateway: it saw the worker end for another reason, or the request was
-        taken away while its step ran.
-        """
+        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
         self.poison_crashes += 1
-        self.kernel.tell("the poison crashes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES + self.num_faults:
-            raise Violation("I11", f"one poison request has crashed {self.poison_crashes} engines")
+        self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
+        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
+            raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
@@ -282,18 +301,36 @@ class World:
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
-    def _fault(self) -> None:
-        if self.phase != "chaos":
-            return
-        kind = self.kernel.tape.of(self.swarm.faults, "fault")
-        if inject(self, kind):
+    def _fault(self, planned: Planned) -> None:
+        if self.phase == "chaos":
+            self.strike(planned.kind, planned.name)
+
+    def strike(self, kind: str, name: str) -> bool:
+        """Inject one fault; its choices come from the stream ``name``. False: there was nothing to harm."""
+        self.struck.begin()
+        with self.kernel.tape.within(name):
+            done = inject(self, kind)
+        self.struck.end(kind, done)
+        if done:
             self.faults[kind] += 1
-            self.num_faults += 1
-            self.kernel.tell("fault: {}", kind)
-        self.kernel.after(self._gap(self.swarm.mean_fault_ms), self._fault)
+            self.num_faults += kind not in HARMLESS
+            self.kernel.tell("{}: {}", name, kind)
+        return done
+
+    def _damaged(self, kind: str, side: Side) -> None:
+        """A KV frame from ``side`` is damaged now."""
+        self.struck.at_once(kind, side.host, side.peer.host)
+
+    def prefer_workers(self, nodes: list[WorkerNode]) -> list[WorkerNode]:
+        """Those of ``nodes`` that a directed fault is meant for, if there are any."""
+        return [node for node in nodes if node.key.worker in self.preferred[0]] or nodes
+
+    def prefer_clients(self, clients: list[Client]) -> list[Client]:
+        return [client for client in clients if client.request in self.preferred[1]] or clients
 
     def harm(self, host: str, text: str) -> None:
         """Something happens to ``host`` ("": to all of them)."""
+        self.struck.hosts(host)
         self.kernel.tell("{}: {}", host or "everybody", text)
         self._calm(host)
 
@@ -314,12 +351,17 @@ class World:
 
     def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
         """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
+        number = self.lasting(undo, (host,) if other is None else (host, other))
+        self.kernel.after(duration_ns, self.recover, number)
+
+    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
+        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
         number = self._next_heal
         self._next_heal += 1
-        self._heals[number] = (undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self._undo, number)
+        self._heals[number] = (undo, hosts)
+        return number
 
-    def _undo(self, number: int) -> None:
+    def recover(self, number: int) -> None:
         undo, hosts = self._heals.pop(number, (None, ()))
         if undo is not None:
             undo()
@@ -335,7 +377,7 @@ class World:
             if node.running is not None:
                 node.running.fail_rows = 0
         for number in list(self._heals):
-            self._undo(number)
+            self.recover(number)
 
 
 def fault_counts(world: World) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""One connection that carries frames, whatever the wire: TCP now, a shared-memory ring later."""
+"""One connection that carries frames, whatever the wire: a TCP socket or a ring in shared memory."""
 
 from typing import Protocol
 
-from relay.transfer.frame import HEADER_BYTES, Checksum, Header, parse, seal, verify
+from relay.transfer.frame import Checksum, Header, Kind, parse, seal, verify
 
 
 class ChannelClosed(Exception):
@@ -10,16 +10,41 @@ class ChannelClosed(Exception):
 
 
 class Channel(Protocol):
-    """Reliable and ordered. One thread sends, one receives, any may close."""
+    """Reliable and ordered. One thread sends, one receives, any may close.
+
+    A payload is written where ``reserve`` says and read where ``receive_payload`` says: on a ring those are the shared bytes
+    themselves, so that KV is copied once out of P's blocks and once into D's.
+    """
 
     peer: str
+    scheme: str  # "tcp" or "shm"
+    region: memoryview | None  # memory both ends map, if that is what payloads lie in
 
-    def send(self, header: bytes, payload: bytes | memoryview) -> None:
-        """Send both wholly. Raises ChannelClosed."""
+    def await_room(self, size: int) -> None:
+        """Wait until ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""
         ...
 
-    def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` wholly. Raises ChannelClosed, also when the peer ends in the middle."""
+    def has_room(self, size: int) -> bool:
+        """Whether ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""
+        ...
+
+    def reserve(self, size: int) -> memoryview:
+        """Where the payload of the next frame goes before ``commit``. Comes after ``await_room`` and never waits.
+
+        Several payloads may be reserved before the first is committed; frames are committed in the order of their reservation.
+        """
+        ...
+
+    def commit(self, raw_header: bytes) -> None:
+        """Send the header and the payload reserved first. Raises ChannelClosed."""
+        ...
+
+    def receive_header(self) -> bytes:
+        """The next ``HEADER_BYTES``, out of the peer's reach. Raises ChannelClosed, FrameError for a broken ring."""
+        ...
+
+    def receive_payload(self, size: int) -> memoryview:
+        """The payload of that header; valid until ``receive_header``. Raises ChannelClosed, also for an end in the middle."""
         ...
 
     def set_timeout(self, seconds: float | None) -> None:
@@ -31,29 +56,25 @@ class Channel(Protocol):
         ...
 
 
-class FrameReader:
-    """Reads whole verified frames from a channel into one buffer that is reused."""
+def read_frame(
+    channel: Channel, checksum: Checksum, max_payload_bytes: int | None = None
+) -> tuple[Header, memoryview, int]:
+    """(header, payload, checksum the payload must have). The payload of a KV frame is not verified: who copies it does that.
 
-    def __init__(self, channel: Channel, checksum: Checksum, max_payload_bytes: int) -> None:
-        self._channel = channel
-        self._checksum = checksum
-        self._head = memoryview(bytearray(HEADER_BYTES))
-        self._body = memoryview(bytearray(max_payload_bytes))
-
-    def read(self) -> tuple[Header, memoryview]:
-        """The next frame; its payload is valid until the next call. Raises ChannelClosed, FrameError."""
-        self._channel.receive_into(self._head)
-        header = parse(self._head)
-        if header.payload_bytes > len(self._body):
-            # parse() bounds it by kind; a side that never gets KV keeps a smaller buffer.
-            raise ChannelClosed(f"unexpected {header.kind.name} frame of {header.payload_bytes} bytes")
-        payload = self._body[: header.payload_bytes]
-        if header.payload_bytes:
-            self._channel.receive_into(payload)
-        verify(self._head, payload, self._checksum)
-        return header, payload
+    Raises ChannelClosed, FrameError.
+    """
+    header, expected = parse(channel.receive_header(), checksum)
+    if max_payload_bytes is not None and header.payload_bytes > max_payload_bytes:
+        raise ChannelClosed(f"unexpected {header.kind.name} frame of {header.payload_bytes} bytes")
+    payload = channel.receive_payload(header.payload_bytes)
+    if header.kind is not Kind.KV:
+        verify(payload, expected, checksum)
+    return header, payload, expected
 
 
 def send_frame(channel: Channel, header: Header, payload: bytes | memoryview, checksum: Checksum) -> None:
     """Seal and send one frame. Raises ChannelClosed, FrameError."""
-    channel.send(seal(header, payload, checksum), payload)
+    raw = seal(header, payload, checksum)
+    channel.await_room(len(payload))
+    channel.reserve(len(payload))[:] = payload
+    channel.commit(raw)

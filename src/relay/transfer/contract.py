@@ -1,6 +1,6 @@
 """What the worker asks of a transfer and what it hears back; one file for every transport."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -51,7 +51,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after."""
+    """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
+    ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks."""
 
     min_frame_bytes: int = 1 << 18
     max_frame_bytes: int = MAX_KV_BYTES
@@ -59,6 +60,7 @@ class TransferLimits:
     probe_ns: int = 1_000_000_000
     lease_ns: int = 3_000_000_000
     open_lease_ns: int = 10_000_000_000
+    stall_ns: int = 3_000_000_000
 
     def __post_init__(self) -> None:
         # Credit comes back in quarters of the window, so a frame must fit beside a quarter that is not yet credited.
@@ -95,10 +97,26 @@ class ReceiveOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one transfer moved over ``scheme``.
+
+    ``late_bytes`` had not left when the first token was drawn: all others are hidden behind the prompt. ``exposed_ns`` is the
+    time from that moment to D's COMPLETE, the way back included: more than what D waited.
+    """
+
+    scheme: str
+    bytes: int
+    frames: int
+    late_bytes: int = 0
+    exposed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SendAcknowledged:
     """D holds everything; P may free its blocks. The transport has forgotten the transfer."""
 
     transfer: int
+    stats: TransferStats | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,7 @@ class ReceiveCompleted:
 
     transfer: int
     handoff: Handoff
+    stats: TransferStats | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

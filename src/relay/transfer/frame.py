@@ -1,9 +1,10 @@
 """The frame of a KV connection, sans-IO: a fixed little-endian header and a payload.
 
-Header (52 bytes): magic ``RLKV``, version u8, kind u8, flags u16, transfer u64, epoch u64 (incarnation of the source worker),
-attempt u32, layer u32, first head u16, head count u16, first token u32, token count u32, payload length u32, CRC32C u32. The
-checksum covers the header before it and then the payload. A KV payload is K then V of the tokens, each canonical
-[token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
+Header (56 bytes): magic ``RLKV``, version u8, kind u8, flags u16, transfer u64, epoch u64 (incarnation of the source worker),
+attempt u32, layer u32, first head u16, head count u16, first token u32, token count u32, payload length u32, CRC32C of the
+payload u32, CRC32C of the 52 bytes before u32. The header has a checksum of its own so that a receiver knows for certain where a
+payload belongs before it has the payload, and may copy it straight there. A KV payload is K then V of the tokens, each
+canonical [token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
 """
 
 import struct
@@ -15,15 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 
 MAGIC = b"RLKV"
-VERSION = 1
-HEADER_BYTES = 52
+VERSION = 2
+HEADER_BYTES = 56
 MAX_KV_BYTES = 1 << 20
 MAX_CONTROL_BYTES = 1 << 16
 
 FLAG_EMPTY = 1  # on HANDOFF: the target already holds every token, no KV frame was sent
 KNOWN_FLAGS = FLAG_EMPTY
 
-_LAYOUT = struct.Struct("<4sBBHQQIIHHIII")  # all but the checksum
+_LAYOUT = struct.Struct("<4sBBHQQIIHHIIII")  # all but the header's checksum
 _CHECKSUM = struct.Struct("<I")
 
 Checksum = Callable[[bytes | bytearray | memoryview, int], int]
@@ -43,7 +44,7 @@ class Kind(IntEnum):
     COMPLETE = 4  # D → P: coverage is full and the handoff is there; P may free its blocks
     ABORT = 5  # both ways, any time
     CREDIT = 6  # D → P: KV payload bytes copied so far, cumulative; also the answer to PROBE
-    PROBE = 7  # P → D: the transfer lives, nothing new to send
+    PROBE = 7  # P → D: the transfer lives; KV payload bytes sent so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,12 @@ class Credit(msgspec.Struct, frozen=True):
     bytes_copied: int
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """Payload of PROBE: KV payload bytes sent so far, so that D knows what should have come."""
+
+    bytes_sent: int
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -113,7 +120,7 @@ def encode_payload(payload: msgspec.Struct) -> bytes:
 
 
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Handoff, Abort, Credit)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Handoff, Abort, Credit, Probe)
 }
 
 
@@ -127,9 +134,14 @@ def decode_payload(raw: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 
 def seal(header: Header, payload: bytes | bytearray | memoryview, checksum: Checksum) -> bytes:
-    """The 52 header bytes of a frame whose payload is ``payload``. Raises FrameError where a field is out of range."""
+    """The header bytes of a frame whose payload is ``payload``. Raises FrameError where a field is out of range."""
     if len(payload) != header.payload_bytes:
         raise FrameError(f"payload of {len(payload)} bytes, header says {header.payload_bytes}")
+    return seal_over(header, checksum(payload, 0), checksum)
+
+
+def seal_over(header: Header, payload_checksum: int, checksum: Checksum) -> bytes:
+    """``seal`` for a payload whose checksum is known, as after a copy that computed it."""
     try:
         raw = _LAYOUT.pack(
             MAGIC,
@@ -145,23 +157,25 @@ def seal(header: Header, payload: bytes | bytearray | memoryview, checksum: Chec
             header.first_token,
             header.token_count,
             header.payload_bytes,
+            payload_checksum,
         )
     except struct.error as error:
         raise FrameError(f"field out of range in {header}: {error}") from error
-    return raw + _CHECKSUM.pack(checksum(payload, checksum(raw, 0)))
+    return raw + _CHECKSUM.pack(checksum(raw, 0))
 
 
-def parse(raw: bytes | bytearray | memoryview) -> Header:
-    """Header of the 52 bytes ``raw``, checked before anything is allocated for its payload. Raises FrameError."""
+def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Header, int]:
+    """(header, checksum its payload must have). Everything is checked before it is used. Raises FrameError."""
     if len(raw) != HEADER_BYTES:
         raise FrameError(f"header of {len(raw)} bytes instead of {HEADER_BYTES}")
-    (magic, version, kind, flags, transfer, epoch, attempt, layer, first_head, heads, first, count, size) = (
+    (magic, version, kind, flags, transfer, epoch, attempt, layer, first_head, heads, first, count, size, payload) = (
         _LAYOUT.unpack_from(raw)
     )
     if magic != MAGIC:
         raise FrameError(f"bad magic {bytes(magic)!r}")
     if version != VERSION:
         raise FrameError(f"frame version {version}, this side speaks {VERSION}")
+    _compare("header", checksum(memoryview(raw)[: _LAYOUT.size], 0), _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0])
     try:
         known = Kind(kind)
     except ValueError as error:
@@ -171,12 +185,14 @@ def parse(raw: bytes | bytearray | memoryview) -> Header:
         raise FrameError(f"{known.name} payload of {size} bytes is over the limit of {limit}")
     if flags & ~KNOWN_FLAGS:
         raise FrameError(f"unknown flags {flags:#x}")
-    return Header(known, transfer, epoch, attempt, layer, first_head, heads, first, count, flags, size)
+    return Header(known, transfer, epoch, attempt, layer, first_head, heads, first, count, flags, size), payload
 
 
-def verify(raw: bytes | bytearray | memoryview, payload: bytes | bytearray | memoryview, checksum: Checksum) -> None:
-    """Check the checksum of a whole frame. Raises FrameError."""
-    expected = _CHECKSUM.unpack_from(raw, HEADER_BYTES - 4)[0]
-    actual = checksum(payload, checksum(memoryview(raw)[: HEADER_BYTES - 4], 0))
+def verify(payload: bytes | bytearray | memoryview, expected: int, checksum: Checksum) -> None:
+    """Compare the checksum of a payload with what its header said. Raises FrameError."""
+    _compare("payload", checksum(payload, 0), expected)
+
+
+def _compare(part: str, actual: int, expected: int) -> None:
     if actual != expected:
-        raise FrameError(f"checksum {actual:08x}, frame says {expected:08x}")
+        raise FrameError(f"{part} checksum {actual:08x}, frame says {expected:08x}")

@@ -1,6 +1,6 @@
 """The hello check of a KV connection: both ends refuse a peer whose KV would not mean the same bits."""
 
-from relay.transfer.channel import Channel, FrameReader, send_frame
+from relay.transfer.channel import Channel, read_frame, send_frame
 from relay.transfer.contract import Identity
 from relay.transfer.frame import (
     MAX_CONTROL_BYTES,
@@ -41,7 +41,7 @@ def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str,
     Raises HelloRefused, ChannelClosed, FrameError.
     """
     _send_hello(channel, identity, checksum)
-    header, payload = FrameReader(channel, checksum, MAX_CONTROL_BYTES).read()
+    header, payload, _ = read_frame(channel, checksum, MAX_CONTROL_BYTES)
     if header.kind is Kind.ABORT:
         raise HelloRefused(decode_payload(payload, Abort).reason)
     theirs = _hello(header, payload)
@@ -54,7 +54,8 @@ def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str,
 
 def welcome(channel: Channel, identity: Identity, checksum: Checksum) -> Hello:
     """D's side: check the hello and answer it. Raises HelloRefused (the peer was told), ChannelClosed, FrameError."""
-    theirs = _hello(*FrameReader(channel, checksum, MAX_CONTROL_BYTES).read())
+    header, payload, _ = read_frame(channel, checksum, MAX_CONTROL_BYTES)
+    theirs = _hello(header, payload)
     problem = mismatch(identity.hello(), theirs)
     if problem:
         reason = encode_payload(Abort(problem))

@@ -1,7 +1,8 @@
 """D's shell: the table of open receptions and one link (a reader and a writer thread) a connection.
 
-A frame is admitted, written and counted under its reception's lock; abort takes the same lock, so a late write is either
-finished before the blocks are given away or dropped.
+A frame is admitted and counted under its reception's lock and written between, counted in ``writing``; several connections may
+write to one reception at once. Whoever ends it waits until nobody writes: a late write is either finished before the blocks are
+given away, or dropped.
 """
 
 import queue
@@ -11,18 +12,17 @@ from collections.abc import Callable
 import numpy as np
 
 from relay.clock import Clock
-from relay.transfer.channel import Channel, ChannelClosed, FrameReader, send_frame
+from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
-    KvStore,
     Layout,
     ReceiveCompleted,
     ReceiveFailed,
     ReceiveOrder,
     TransferEvent,
     TransferLimits,
+    TransferStats,
 )
 from relay.transfer.frame import (
-    MAX_KV_BYTES,
     Abort,
     Checksum,
     FrameError,
@@ -33,6 +33,7 @@ from relay.transfer.frame import (
 )
 from relay.transfer.receiver import Receiver, ReceiverState
 from relay.transfer.sender import Outgoing
+from relay.transfer.store import ChecksummedStore
 
 Emit = Callable[[TransferEvent], None]
 
@@ -43,8 +44,22 @@ class Reception:
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self.lock = threading.Lock()
+        self.idle = threading.Condition(self.lock)
+        self.writing = 0
         self.block_table = np.asarray(receiver.order.block_table, np.int32)
-        self.link: InboundLink | None = None
+        self.link: InboundLink | None = None  # where answers go
+        self.links: set[InboundLink] = set()  # all that fed it: the end of any is its end
+
+    def heard_on(self, link: "InboundLink", kind: Kind) -> None:
+        """Under the lock. Answers go where control frames come from."""
+        self.links.add(link)
+        if self.link is None or kind is not Kind.KV:
+            self.link = link
+
+    def wait_until_idle(self) -> None:
+        """Under the lock."""
+        while self.writing:
+            self.idle.wait()
 
 
 class ReceptionTable:
@@ -76,6 +91,7 @@ class ReceptionTable:
         with reception.lock:
             reception.receiver.abort(reason)
             replies = reception.receiver.take_replies()
+            reception.wait_until_idle()
         if reception.link is not None:
             reception.link.post(replies)
 
@@ -85,6 +101,8 @@ class ReceptionTable:
             receiver = reception.receiver
             replies = receiver.take_replies()
             over = receiver.over
+            if over:
+                reception.wait_until_idle()
         if reception.link is not None:
             reception.link.post(replies)
         if not over:
@@ -97,7 +115,9 @@ class ReceptionTable:
         if not mine:
             return
         if receiver.state is ReceiverState.COMPLETE and receiver.handoff is not None:
-            self._emit(ReceiveCompleted(transfer, receiver.handoff))
+            scheme = reception.link.scheme if reception.link is not None else ""
+            stats = TransferStats(scheme, receiver.bytes_copied, receiver.frames_copied)
+            self._emit(ReceiveCompleted(transfer, receiver.handoff, stats))
         else:
             self._emit(ReceiveFailed(transfer, receiver.reason))
 
@@ -109,7 +129,7 @@ class ReceptionTable:
 
     def link_lost(self, link: "InboundLink", reason: str) -> None:
         for reception in self._snapshot():
-            if reception.link is link:
+            if link in reception.links:
                 with reception.lock:
                     reception.receiver.link_lost(reason)
                 self.settle(reception)
@@ -123,7 +143,13 @@ class InboundLink:
     """One accepted connection after its hello. ``run`` is the reader's loop; a writer thread sends the replies."""
 
     def __init__(
-        self, channel: Channel, peer: Hello, table: ReceptionTable, store: KvStore, checksum: Checksum, clock: Clock
+        self,
+        channel: Channel,
+        peer: Hello,
+        table: ReceptionTable,
+        store: ChecksummedStore,
+        checksum: Checksum,
+        clock: Clock,
     ) -> None:
         self._channel = channel
         self._peer = peer
@@ -137,11 +163,11 @@ class InboundLink:
     def run(self) -> None:
         """Read until the connection ends; every reception it fed fails then."""
         self._writer.start()
-        reader = FrameReader(self._channel, self._checksum, MAX_KV_BYTES)
+        self._store.register(self._channel.region)
         reason = ""
         try:
             while True:
-                self._handle(*reader.read())
+                self._handle(*read_frame(self._channel, self._checksum))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection from {self._peer.worker} ended: {error}"
         finally:
@@ -149,13 +175,18 @@ class InboundLink:
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
+            self._store.unregister(self._channel.region)
+
+    @property
+    def scheme(self) -> str:
+        return self._channel.scheme
 
     def post(self, replies: list[Outgoing]) -> None:
         """Queue frames for the peer; never blocks."""
         for reply in replies:
             self._outbox.put(reply)
 
-    def _handle(self, header: Header, payload: memoryview) -> None:
+    def _handle(self, header: Header, payload: memoryview, expected: int) -> None:
         if header.epoch != self._peer.incarnation:
             return
         reception = self._table.get(header.transfer)
@@ -163,19 +194,38 @@ class InboundLink:
             if header.kind is not Kind.ABORT:
                 self.post([_unknown(header)])
             return
-        with reception.lock:
-            receiver = reception.receiver
-            now_ns = self._clock.now_ns()
-            if header.kind is Kind.KV:
-                if receiver.admit(header, now_ns):
-                    self._store.write_kv(
-                        header.layer, reception.block_table, header.first_token, header.token_count, payload
-                    )
-                    receiver.written(header)
-            else:
-                receiver.receive(header, payload, now_ns)
-            reception.link = self
+        if header.kind is Kind.KV:
+            self._receive_kv(reception, header, payload, expected)
+        else:
+            with reception.lock:
+                reception.receiver.receive(header, payload, self._clock.now_ns())
+                reception.heard_on(self, header.kind)
         self._table.settle(reception)
+
+    def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
+        """Copy and check in one pass; damage fails the transfer before anyone can see its blocks."""
+        receiver = reception.receiver
+        with reception.lock:
+            reception.heard_on(self, header.kind)
+            if not receiver.admit(header, self._clock.now_ns()):
+                return
+            reception.writing += 1
+        damage: FrameError | None = None
+        try:
+            self._store.write(
+                header.layer, reception.block_table, header.first_token, header.token_count, payload, expected
+            )
+        except FrameError as error:
+            damage = error
+        with reception.lock:
+            reception.writing -= 1
+            reception.idle.notify_all()
+            if damage is None:
+                receiver.written(header, self._clock.now_ns())
+            else:
+                receiver.abort(f"damaged KV frame from {self._peer.worker}: {damage}")
+        if damage is not None:
+            raise damage
 
     def _write(self) -> None:
         try:

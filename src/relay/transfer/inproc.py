@@ -132,7 +132,7 @@ class InprocTransport:
     def send_handoff(self, transfer: int, handoff: Handoff) -> None:
         sender = self._senders.get(transfer)
         if sender is not None:
-            sender.hand_off(handoff)
+            sender.hand_off(handoff, self._network.now_ns)
             self._flush(sender)
 
     def open_receive(self, order: ReceiveOrder) -> None:
@@ -173,8 +173,8 @@ class InprocTransport:
     def receive(self, parcel: Parcel) -> None:
         """A frame arrives. A damaged one ends the link, as on a real wire."""
         try:
-            header = parse(parcel.header)
-            verify(parcel.header, parcel.payload, self._network.checksum)
+            header, expected = parse(parcel.header, self._network.checksum)
+            verify(parcel.payload, expected, self._network.checksum)
             self._handle(header, parcel)
         except FrameError:
             self.peer_lost(parcel.source)
@@ -201,7 +201,7 @@ class InprocTransport:
                 table = np.asarray(receiver.order.block_table, np.int32)
                 data = memoryview(parcel.payload)
                 self._store.write_kv(header.layer, table, header.first_token, header.token_count, data)
-                receiver.written(header)
+                receiver.written(header, now_ns)
         else:
             receiver.receive(header, parcel.payload, now_ns)
         self._answer(receiver)
@@ -223,7 +223,7 @@ class InprocTransport:
             self._tables.pop(transfer, None)
             if self._senders.pop(transfer, None) is not None:
                 if sender.state is SenderState.ACKNOWLEDGED:
-                    self._emit(SendAcknowledged(transfer))
+                    self._emit(SendAcknowledged(transfer, sender.stats("inproc")))
                 else:
                     self._emit(SendFailed(transfer, sender.reason, sender.handed_off))
 

@@ -1,32 +1,34 @@
-"""P's shell: one link to one life of one D: a writer thread that reads KV from the pool and sends, a reader for the answers.
+"""P's shell: one link to one life of one D: for each of its connections a writer thread and a reader for the answers.
 
-The compute thread only marks ranges (``layer_written``). Blocks are read outside the lock with ``reading`` set; whoever
-takes blocks away (abort, preemption) waits for that one copy.
+One connection carries everything; of several, the first carries control frames alone, so that bulk delays no handoff, probe or
+abort, and the others KV. The compute thread only marks ranges (``layer_written``). Blocks are read outside the lock and counted in
+``reading``; whoever takes blocks away (abort, preemption) waits for those copies. The end of one connection is the end of all.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from relay.clock import Clock
-from relay.transfer.channel import Channel, ChannelClosed, FrameReader, send_frame
+from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
-    Identity,
-    KvStore,
+    Layout,
     SendAcknowledged,
     SendFailed,
     SendOrder,
     TransferEvent,
     TransferLimits,
 )
-from relay.transfer.frame import MAX_CONTROL_BYTES, MAX_KV_BYTES, Checksum, FrameError, Handoff
-from relay.transfer.handshake import HANDSHAKE_TIMEOUT_S, HelloRefused, greet
+from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, FrameError, Handoff, Header, seal_over
+from relay.transfer.handshake import HelloRefused
 from relay.transfer.sender import Outgoing, Sender, SenderState
+from relay.transfer.store import ChecksummedStore, Reading
 
-Dial = Callable[[tuple[str, ...]], Channel]
-"""Open a connection to the first of the addresses that answers. Raises ChannelClosed."""
+Dial = Callable[[SendOrder], list[Channel]]
+"""Open the connections to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
 
 
 class _Sending:
@@ -35,7 +37,20 @@ class _Sending:
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         self.block_table = np.zeros(0, np.int32)
-        self.reading = False
+        self.reading = 0  # copies that run
+
+
+class _Begun(NamedTuple):
+    """A KV frame whose payload is being copied."""
+
+    sending: _Sending
+    header: Header
+    reading: Reading
+
+
+Job = tuple[_Sending | None, Outgoing]
+Pick = Callable[[], Job | None]
+"""The next frame of a connection, under the lock; a sending comes with it if its KV must be read."""
 
 
 class OutboundLink:
@@ -45,8 +60,9 @@ class OutboundLink:
         self,
         order: SendOrder,
         dial: Dial,
-        identity: Identity,
-        store: KvStore,
+        epoch: int,
+        layout: Layout,
+        store: ChecksummedStore,
         limits: TransferLimits,
         checksum: Checksum,
         emit: Callable[[TransferEvent], None],
@@ -54,7 +70,8 @@ class OutboundLink:
     ) -> None:
         self._order = order
         self._dial = dial
-        self._identity = identity
+        self._epoch = epoch
+        self._layout = layout
         self._store = store
         self._limits = limits
         self._checksum = checksum
@@ -65,7 +82,7 @@ class OutboundLink:
         self._idle = threading.Condition(self._lock)  # who needs a copy to end waits here
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
-        self._channel: Channel | None = None
+        self._channels: list[Channel] = []
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
@@ -73,6 +90,12 @@ class OutboundLink:
     def start(self) -> None:
         """Dial. Transfers may be opened before, so that they hear why it failed."""
         self._writer.start()
+
+    @property
+    def scheme(self) -> str:
+        """The wire in use; empty until there is one."""
+        with self._lock:
+            return self._channels[0].scheme if self._channels else ""
 
     @property
     def closed(self) -> bool:
@@ -85,11 +108,11 @@ class OutboundLink:
             if self._closed:
                 return False
             now_ns = self._clock.now_ns()
-            sender = Sender(order, self._identity.incarnation, self._identity.layout, self._limits, now_ns)
+            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns)
             if self._opened:
                 sender.link_opened(now_ns)
             self._sendings[order.transfer] = _Sending(sender)
-            self._work.notify()
+            self._work.notify_all()
             return True
 
     def layer_written(self, transfer: int, layer: int, first: int, count: int, block_table: np.ndarray) -> None:
@@ -99,15 +122,15 @@ class OutboundLink:
                 sending.block_table = block_table
                 sending.sender.written(layer, first, count)
                 self._settle(sending)
-                self._work.notify()
+                self._work.notify_all()
 
     def hand_off(self, transfer: int, handoff: Handoff) -> None:
         with self._lock:
             sending = self._sendings.get(transfer)
             if sending is not None:
-                sending.sender.hand_off(handoff)
+                sending.sender.hand_off(handoff, self._clock.now_ns())
                 self._settle(sending)
-                self._work.notify()
+                self._work.notify_all()
 
     def forget_unsent(self, transfer: int) -> None:
         with self._lock:
@@ -130,7 +153,7 @@ class OutboundLink:
                 if self._opened:
                     sending.sender.tick(now_ns)
                 self._settle(sending)
-            self._work.notify()
+            self._work.notify_all()
 
     def close(self, reason: str) -> None:
         """End the link and fail its transfers. Idempotent."""
@@ -139,64 +162,148 @@ class OutboundLink:
             for sending in list(self._sendings.values()):
                 sending.sender.link_lost(reason)
                 self._settle(sending)
-            self._work.notify()
-            channel = self._channel
-        if channel is not None:
+            self._work.notify_all()
+            channels = list(self._channels)
+        for channel in channels:
             channel.close()
 
     def _run(self) -> None:
         order = self._order
         reason = f"KV connection to {order.target} failed"
         try:
-            channel = self._dial(order.addresses)
+            channels = self._dial(order)
             with self._lock:
-                self._channel = channel
-            channel.set_timeout(HANDSHAKE_TIMEOUT_S)
-            greet(channel, self._identity, self._checksum, order.target, order.target_incarnation)
-            channel.set_timeout(None)
-            threading.Thread(target=self._read, args=(channel,), name=f"kv-ack-{order.target}", daemon=True).start()
+                self._channels = channels
+                closed = self._closed
+            if closed:
+                for channel in channels:
+                    channel.close()
+            for index, channel in enumerate(channels):
+                name = f"{order.target}-{index}"
+                threading.Thread(target=self._read, args=(channel,), name=f"kv-ack-{name}", daemon=True).start()
             with self._lock:
                 self._opened = True
                 for sending in self._sendings.values():
                     sending.sender.link_opened(self._clock.now_ns())
-            self._write(channel)
+            picks = [self._pick] if len(channels) == 1 else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
+            others = [
+                threading.Thread(
+                    target=self._run_lane, args=(channel, pick), name=f"kv-send-{order.target}-{index}", daemon=True
+                )
+                for index, (channel, pick) in enumerate(zip(channels[1:], picks[1:], strict=True), 1)
+            ]
+            for other in others:
+                other.start()
+            self._write(channels[0], picks[0])
             reason = f"KV connection to {order.target} closed"
         except (ChannelClosed, FrameError, HelloRefused) as error:
             reason = f"KV connection to {order.target} failed: {error}"
         finally:
             self.close(reason)
 
-    def _write(self, channel: Channel) -> None:
-        buffer = memoryview(bytearray(MAX_KV_BYTES))
-        while True:
-            with self._lock:
-                while (job := self._pick()) is None:
-                    if self._closed:
-                        return
-                    self._work.wait()
-                sending, outgoing = job
-                if sending is not None:
-                    block_table = sending.block_table
-                    sending.reading = True
-            header = outgoing.header
-            if sending is None:
-                send_frame(channel, header, outgoing.payload or b"", self._checksum)
-                continue
-            payload = buffer[: header.payload_bytes]
-            try:
-                self._store.read_kv(header.layer, block_table, header.first_token, header.token_count, payload)
-            finally:
-                with self._lock:
-                    sending.reading = False
-                    self._idle.notify_all()
-            send_frame(channel, header, payload, self._checksum)
+    def _run_lane(self, channel: Channel, pick: Pick) -> None:
+        reason = f"KV connection to {self._order.target} closed"
+        try:
+            self._write(channel, pick)
+        except (ChannelClosed, FrameError) as error:
+            reason = f"KV connection to {self._order.target} failed: {error}"
+        finally:
+            self.close(reason)
 
-    def _pick(self) -> tuple[_Sending | None, Outgoing] | None:
+    def _write(self, channel: Channel, pick: Pick) -> None:
+        """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
+        room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
+        begun: deque[_Begun] = deque()
+        self._store.register(channel.region)
+        try:
+            while True:
+                # Room comes before the pick: a picked frame's blocks may not be taken away until they are copied.
+                if not begun:
+                    channel.await_room(room)
+                    job = self._await_job(pick)
+                    if job is None:
+                        return
+                else:
+                    job = self._job(pick) if channel.has_room(room) else None
+                if job is not None and job[0] is not None:
+                    begun.append(self._begin(channel, job[0], job[1]))
+                while begun and (job is None or job[0] is None or len(begun) >= self._store.depth):
+                    self._finish(channel, begun.popleft())
+                    if job is None:
+                        break
+                if job is not None and job[0] is None:
+                    send_frame(channel, job[1].header, job[1].payload or b"", self._checksum)
+        finally:
+            for left in begun:  # a copy that still runs writes to memory that is about to go
+                self._end_copy(left)
+            self._store.unregister(channel.region)
+
+    def _await_job(self, pick: Pick) -> Job | None:
+        """Wait for work; None: the link is closed."""
+        with self._lock:
+            while (job := pick()) is None:
+                if self._closed:
+                    return None
+                self._work.wait()
+            return self._taken(job)
+
+    def _job(self, pick: Pick) -> Job | None:
+        with self._lock:
+            job = pick()
+            return None if job is None else self._taken(job)
+
+    @staticmethod
+    def _taken(job: Job) -> Job:
+        if job[0] is not None:
+            job[0].reading += 1
+        return job
+
+    def _begin(self, channel: Channel, sending: _Sending, outgoing: Outgoing) -> _Begun:
+        header = outgoing.header
+        payload = channel.reserve(header.payload_bytes)
+        try:
+            reading = self._store.read(
+                header.layer, sending.block_table, header.first_token, header.token_count, payload
+            )
+        except BaseException:
+            self._done_reading(sending)
+            raise
+        return _Begun(sending, header, reading)
+
+    def _finish(self, channel: Channel, begun: _Begun) -> None:
+        checksum = self._end_copy(begun)
+        channel.commit(seal_over(begun.header, checksum, self._checksum))
+
+    def _end_copy(self, begun: _Begun) -> int:
+        try:
+            return begun.reading.finish()
+        finally:
+            self._done_reading(begun.sending)
+
+    def _done_reading(self, sending: _Sending) -> None:
+        with self._lock:
+            sending.reading -= 1
+            self._idle.notify_all()
+
+    def _pick(self) -> Job | None:
         """The next frame in turn; a sending comes with it only if KV must be read."""
-        if self._farewells:
-            return None, self._farewells.popleft()
+        return self._farewell() or self._in_turn(Sender.next_frame)
+
+    def _pick_control(self) -> Job | None:
+        return self._farewell() or self._in_turn(Sender.next_control)
+
+    def _pick_kv(self) -> Job | None:
+        job = self._in_turn(Sender.next_kv)
+        if job is not None and self._sendings[job[1].header.transfer].sender.all_sent:
+            self._work.notify_all()  # now the handoff may go
+        return job
+
+    def _farewell(self) -> Job | None:
+        return (None, self._farewells.popleft()) if self._farewells else None
+
+    def _in_turn(self, next_frame: Callable[[Sender], Outgoing | None]) -> Job | None:
         for transfer, sending in self._sendings.items():
-            outgoing = sending.sender.next_frame()
+            outgoing = next_frame(sending.sender)
             if outgoing is not None:
                 del self._sendings[transfer]
                 self._sendings[transfer] = sending  # to the end of the line
@@ -204,17 +311,16 @@ class OutboundLink:
         return None
 
     def _read(self, channel: Channel) -> None:
-        reader = FrameReader(channel, self._checksum, MAX_CONTROL_BYTES)
         reason = f"KV connection to {self._order.target} failed"
         try:
             while True:
-                header, payload = reader.read()
+                header, payload, _ = read_frame(channel, self._checksum, MAX_CONTROL_BYTES)
                 with self._lock:
                     sending = self._sendings.get(header.transfer)
                     if sending is not None:
                         sending.sender.receive(header, payload, self._clock.now_ns())
                         self._settle(sending)
-                        self._work.notify()
+                        self._work.notify_all()
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection to {self._order.target} ended: {error}"
         finally:
@@ -229,7 +335,7 @@ class OutboundLink:
         self._say_farewell(sender)
         self._wait_for_copy(sending)
         if sender.state is SenderState.ACKNOWLEDGED:
-            self._emit(SendAcknowledged(transfer))
+            self._emit(SendAcknowledged(transfer, sender.stats(self._channels[0].scheme)))
         else:
             self._emit(SendFailed(transfer, sender.reason, sender.handed_off))
 
@@ -237,7 +343,7 @@ class OutboundLink:
         frame = sender.next_frame()
         if frame is not None:
             self._farewells.append(frame)
-            self._work.notify()
+            self._work.notify_all()
 
     def _wait_for_copy(self, sending: _Sending) -> None:
         while sending.reading:

@@ -14,10 +14,12 @@ from relay.transfer.frame import (
     Handoff,
     Header,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
 )
 from relay.transfer.sender import Outgoing
+from relay.transfer.watchdog import Watchdog
 
 
 class ReceiverState(StrEnum):
@@ -63,6 +65,7 @@ class Receiver:
         self.reason = ""
         self.handoff: Handoff | None = None
         self.bytes_copied = 0
+        self.frames_copied = 0
         self._first = min(order.first_token, order.num_tokens)
         self._count = order.num_tokens - self._first
         self._full = (1 << self._count) - 1
@@ -70,11 +73,17 @@ class Receiver:
         self._layers_missing = layout.num_layers if self._count else 0
         self._bytes_credited = 0
         self._replies: list[Outgoing] = []
-        self._heard_ns = now_ns
+        self._bytes_sent = 0  # as far as P has said
+        self.watchdog = Watchdog(limits.probe_ns, limits.stall_ns, now_ns)
 
     @property
     def over(self) -> bool:
         return self.state in (ReceiverState.COMPLETE, ReceiverState.FAILED)
+
+    @property
+    def first_token(self) -> int:
+        """What comes before needs not be sent."""
+        return self._first
 
     @property
     def covered(self) -> bool:
@@ -98,14 +107,18 @@ class Receiver:
             self.abort(f"malformed KV frame: {problem}")
         return not problem
 
-    def written(self, header: Header) -> None:
-        """The KV of an admitted frame is in the blocks."""
+    def written(self, header: Header, now_ns: int) -> None:
+        """The KV of an admitted frame is in the blocks. Nothing, if the transfer ended meanwhile."""
+        if self.over:
+            return
         mask = ((1 << header.token_count) - 1) << (header.first_token - self._first)
         before = self._covered[header.layer]
         self._covered[header.layer] = before | mask
         if before != self._full and self._covered[header.layer] == self._full:
             self._layers_missing -= 1
         self.bytes_copied += header.payload_bytes
+        self.frames_copied += 1
+        self.watchdog.arrived(self.bytes_copied, now_ns)
         if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 4:
             self._credit()
         self._check_complete()
@@ -115,6 +128,7 @@ class Receiver:
         if not self._hear(header, now_ns):
             return
         if header.kind is Kind.PROBE:
+            self._bytes_sent = max(self._bytes_sent, decode_payload(payload, Probe).bytes_sent)
             self._credit()
         elif header.kind is Kind.ABORT:
             self._move(ReceiverEvent.ABORT_RECEIVED, decode_payload(payload, Abort).reason)
@@ -127,6 +141,7 @@ class Receiver:
                 )
                 return
             self.handoff = handoff
+            self._bytes_sent = self._count * self.layout.token_bytes * self.layout.num_layers
             self._check_complete()
         else:
             self.abort(f"unexpected {header.kind.name}")
@@ -140,10 +155,12 @@ class Receiver:
         self._move(ReceiverEvent.LINK_LOST, reason)
 
     def tick(self, now_ns: int) -> None:
-        """Give up when P has been silent for longer than the lease."""
-        lease = self.limits.open_lease_ns if self.state is ReceiverState.RESERVED else self.limits.lease_ns
-        silence = now_ns - self._heard_ns
-        if silence >= lease and self._move(ReceiverEvent.LEASE_EXPIRED, f"source silent for {silence / 1e9:.1f} s"):
+        """Give up when P is silent, or when what it says it sent does not come."""
+        if self.over:
+            return
+        silence_ns = self.limits.open_lease_ns if self.state is ReceiverState.RESERVED else self.limits.lease_ns
+        verdict = self.watchdog.check(now_ns, self._bytes_sent, silence_ns, "source")
+        if verdict.reason and self._move(ReceiverEvent.LEASE_EXPIRED, verdict.reason):
             self._reply(Kind.ABORT, encode_payload(Abort(self.reason)))
 
     def take_replies(self) -> list[Outgoing]:
@@ -154,7 +171,7 @@ class Receiver:
     def _hear(self, header: Header, now_ns: int) -> bool:
         if header.epoch != self.order.source_incarnation or header.attempt != self.order.attempt or self.over:
             return False
-        self._heard_ns = now_ns
+        self.watchdog.heard(now_ns)
         self._move(ReceiverEvent.FRAME_RECEIVED, "")
         return True
 

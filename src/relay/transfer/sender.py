@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from relay.transfer.contract import Layout, SendOrder, TransferLimits
+from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
     FLAG_EMPTY,
     Abort,
@@ -16,9 +16,11 @@ from relay.transfer.frame import (
     Handoff,
     Header,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
 )
+from relay.transfer.watchdog import Watchdog
 
 
 class SenderState(StrEnum):
@@ -75,6 +77,10 @@ class Sender:
         self.reason = ""
         self.handed_off = False
         self.bytes_sent = 0
+        self.frames_sent = 0
+        self._bytes_hidden = 0  # sent when the first token was drawn
+        self._drawn_ns = 0
+        self._ended_ns = 0
         self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
@@ -85,12 +91,16 @@ class Sender:
         self._handoff: Handoff | None = None
         self._abort_due = False
         self._probe_due = False
-        self._heard_ns = now_ns
-        self._probed_ns = now_ns
+        self.watchdog = Watchdog(limits.probe_ns, limits.stall_ns, now_ns)
 
     @property
     def over(self) -> bool:
         return self.state in (SenderState.ACKNOWLEDGED, SenderState.FAILED)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Sent and not yet credited."""
+        return self.bytes_sent - self._bytes_credited
 
     @property
     def all_sent(self) -> bool:
@@ -111,42 +121,61 @@ class Sender:
         self._ready.clear()
         self._is_ready = [False] * self.layout.num_layers
 
-    def hand_off(self, handoff: Handoff) -> None:
+    def stats(self, scheme: str) -> TransferStats:
+        """Of an acknowledged transfer."""
+        late = self.bytes_sent - self._bytes_hidden
+        return TransferStats(scheme, self.bytes_sent, self.frames_sent, late, self._ended_ns - self._drawn_ns)
+
+    def hand_off(self, handoff: Handoff, now_ns: int) -> None:
         """P has drawn the first token, so everything was announced; if not, waiting for it would never end."""
         self._handoff = handoff
+        self._drawn_ns, self._bytes_hidden = now_ns, self.bytes_sent
         missing = [layer for layer, end in enumerate(self._written) if end < self.order.num_tokens]
         if missing:
             self.abort(f"handoff, but layer {missing[0]} was announced to {self._written[missing[0]]} only")
 
     def next_frame(self) -> Outgoing | None:
         """The next frame allowed now, counted as sent; None: nothing until another event."""
+        return self._next_urgent() or self.next_kv() or self._next_handoff()
+
+    def next_control(self) -> Outgoing | None:
+        """``next_frame`` of a connection that carries no KV."""
+        return self._next_urgent() or self._next_handoff()
+
+    def next_kv(self) -> Outgoing | None:
+        """``next_frame`` of a connection that carries nothing else; frames of several may overtake each other."""
+        return self._next_kv() if self._ready and not self.over else None
+
+    def _next_urgent(self) -> Outgoing | None:
         if self._abort_due:
             self._abort_due = False
             return self._control(Kind.ABORT, encode_payload(Abort(self.reason)))
-        if self.over:
-            return None
-        if self._probe_due:
+        if self._probe_due and not self.over:
             self._probe_due = False
-            return self._control(Kind.PROBE, b"")
-        if self._ready:
-            return self._next_kv()
-        if self._handoff is not None and self.all_sent and self.state is SenderState.STREAMING:
-            payload = encode_payload(self._handoff)
-            count = self.order.num_tokens - self._first
-            flags = FLAG_EMPTY if count == 0 else 0
-            self._move(SenderEvent.HANDOFF_SENT, "")
-            self.handed_off = True
-            return self._control(Kind.HANDOFF, payload, first=self._first, count=count, flags=flags)
+            return self._control(Kind.PROBE, encode_payload(Probe(self.bytes_sent)))
         return None
+
+    def _next_handoff(self) -> Outgoing | None:
+        """Once every KV frame has been given to a connection."""
+        if self._handoff is None or not self.all_sent or self.state is not SenderState.STREAMING:
+            return None
+        payload = encode_payload(self._handoff)
+        count = self.order.num_tokens - self._first
+        flags = FLAG_EMPTY if count == 0 else 0
+        self._move(SenderEvent.HANDOFF_SENT, "")
+        self.handed_off = True
+        return self._control(Kind.HANDOFF, payload, first=self._first, count=count, flags=flags)
 
     def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
         """A frame from D. Of another epoch or attempt: dropped. Raises FrameError for a payload that is none."""
         if header.epoch != self.epoch or header.attempt != self.order.attempt or self.over:
             return
-        self._heard_ns = now_ns
+        self.watchdog.heard(now_ns)
         if header.kind is Kind.CREDIT:
             self._bytes_credited = max(self._bytes_credited, decode_payload(payload, Credit).bytes_copied)
+            self.watchdog.arrived(self._bytes_credited, now_ns)
         elif header.kind is Kind.COMPLETE:
+            self._ended_ns = now_ns
             self._move(SenderEvent.COMPLETE_RECEIVED, "complete before the handoff")
             self._abort_due = self.state is SenderState.FAILED
         elif header.kind is Kind.ABORT:
@@ -161,18 +190,17 @@ class Sender:
         self._move(SenderEvent.LINK_LOST, reason)
 
     def tick(self, now_ns: int) -> None:
-        """Ask for a probe after a silence of ``probe_ns``; give up after ``lease_ns``."""
-        silence = now_ns - self._heard_ns
-        if silence >= self.limits.lease_ns:
-            if self._move(SenderEvent.LEASE_EXPIRED, f"peer silent for {silence / 1e9:.1f} s"):
-                self._abort_due = True
-        elif silence >= self.limits.probe_ns and now_ns - self._probed_ns >= self.limits.probe_ns // 2:
-            self._probe_due = True
-            self._probed_ns = now_ns
+        """Ask for a probe, or give up, when the watchdog says so."""
+        if self.over:
+            return
+        verdict = self.watchdog.check(now_ns, self.bytes_sent, self.limits.lease_ns, "peer")
+        if verdict.reason and self._move(SenderEvent.LEASE_EXPIRED, verdict.reason):
+            self._abort_due = True
+        self._probe_due = self._probe_due or verdict.probe
 
     def link_opened(self, now_ns: int) -> None:
         """The first frame may go: tell D at once that P is there, even if the prompt waits in a queue."""
-        self._heard_ns = self._probed_ns = now_ns
+        self.watchdog.restart(now_ns)
         self._probe_due = True
 
     def _mark_ready(self, layer: int) -> None:
@@ -193,6 +221,7 @@ class Sender:
             return None
         self._sent[layer] = first + count
         self.bytes_sent += size
+        self.frames_sent += 1
         self._ready.popleft()
         self._is_ready[layer] = False
         self._mark_ready(layer)

@@ -1,9 +1,10 @@
-"""The agent process: ``python -m relay.worker.agent --spec FILE_OR_JSON``.
+"""The agent process: ``python -m relay.worker.agent --spec FILE_OR_JSON [--launcher PID]``.
 
 Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path.
 Either process dying ends the other: the engine has PR_SET_PDEATHSIG, the agent holds the engine's pidfd. The agent ends too when a
-gateway's connection ends. (It sets no PDEATHSIG of its own: that fires when the *thread* that started it ends, which a launcher
-may let happen.)
+gateway's connection ends. With ``--launcher`` it has PR_SET_PDEATHSIG too, so that it ends with its launcher even while it is
+stopped. That signal comes when the *thread* that started the agent ends: only a launcher whose starting thread lives as long as
+itself may ask for it.
 SIGTERM drains the engine; a second one kills it.
 """
 
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 
+from relay.worker.host import die_with_parent
 from relay.worker.status_page import StatusPage
 
 HEARTBEAT_NS = 200_000_000
@@ -38,7 +40,10 @@ def engine_state(pid: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="relay-agent")
     parser.add_argument("--spec", required=True, help="WorkerSpec as JSON, or the path of a file holding it")
+    parser.add_argument("--launcher", type=int, default=0, help="end with this parent process")
     arguments = parser.parse_args()
+    if arguments.launcher and not die_with_parent(arguments.launcher):
+        sys.exit("the launcher ended before its agent started")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
     page, status_path = StatusPage.create()
     engine = start_engine(arguments.spec, status_path)

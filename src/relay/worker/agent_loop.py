@@ -7,15 +7,16 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-import msgspec
-
 from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected
 from relay.worker.agent import FLUSH_S, HEARTBEAT_NS, engine_state
 from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.host import host_identity
+from relay.worker.last_word import last_word
 from relay.worker.spec import WorkerSpec
-from relay.worker.status_page import StatusPage
-from relay.worker.step_age import StepAge, thread_waits
+from relay.worker.status_page import StatusPage, manifest_for
+from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
+
+KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class AgentLoop:
@@ -43,8 +44,12 @@ class AgentLoop:
             lost = str(error)
             self._kill()
         status, number = self._reap()
-        for link in self._links:
-            self._say_exited(link, status, number)
+        rows = self._page.manifest()
+        for index, link in enumerate(self._links):
+            message = EngineExited(status, number, *manifest_for(rows, index))
+            self._say_exited(link, message)
+            if message.manifest and not lost and number not in KILL_SIGNALS:
+                print(last_word(index, message), flush=True)
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
@@ -101,13 +106,11 @@ class AgentLoop:
 
     def _beat(self, now_ns: int) -> None:
         step, phase, age_ms = self._page.read(now_ns)
-        if phase == "stepping":
-            age_ms = self._step_age.own_ms(step, age_ms)
-        self._send_all(Heartbeat(step, phase, age_ms, engine_state(self._engine)))
-
-    def _send_all(self, message: msgspec.Struct) -> None:
-        for link in self._links:
-            link.send(message)
+        state = engine_state(self._engine)
+        age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
+        rows = self._page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
+        for index, link in enumerate(self._links):
+            link.send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, index)))
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminations += 1
@@ -132,9 +135,9 @@ class AgentLoop:
         code = os.waitstatus_to_exitcode(raw)
         return (code, None) if code >= 0 else (None, -code)
 
-    def _say_exited(self, link: ControlLink, status: int | None, number: int | None) -> None:
+    def _say_exited(self, link: ControlLink, message: EngineExited) -> None:
         try:
-            link.send(EngineExited(status, number))
+            link.send(message)
         except LinkLost:
             return  # that gateway is gone, which ends this process anyway
         link.finish(FLUSH_S)

@@ -8,6 +8,7 @@ import numpy as np
 from relay.engine.step import StepPlan
 from relay.transfer.contract import ReceiveOrder, SendOrder
 from relay.transfer.frame import Handoff
+from relay.worker.status_page import ManifestRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,15 @@ class SinkRow:
 class StartStep:
     """Run ``plan`` after the steps started before; answer StepFinished.
 
-    ``sinks`` holds the rows that are to be streamed. ``failures`` is the number of failed steps the plan knows of: if more have
-    failed by the time it runs, it builds on what was never computed, its result is void and nothing of it may be streamed.
+    ``manifest`` names the rows for whoever must explain the engine's end. ``sinks`` holds those that are to be streamed.
+    ``failures`` is the number of failed steps the plan knows of: if more have failed by the time it runs, it builds on what was
+    never computed, its result is void and nothing of it may be streamed.
     """
 
     plan: StepPlan
     sinks: dict[int, SinkRow]
     failures: int
+    manifest: list[ManifestRow]
 
 
 @dataclass(frozen=True, slots=True)

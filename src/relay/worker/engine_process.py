@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
@@ -84,27 +85,36 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         ready_s = (clock.now_ns() - began_ns) / 1e9
         print(f"{engine.limits.num_blocks} KV blocks; ready in {ready_s:.1f} s ({starts})", file=sys.stderr, flush=True)
     from relay.protocol.messages import GatewayToEngine, Hello
-    from relay.transfer.tcp import TcpTransport
+    from relay.transfer.transport import WiredTransport
+    from relay.transfer.wire import open_wires
     from relay.worker.control_link import ControlLink, LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.engine_shell import EngineShell
+    from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
     from relay.worker.inbox import Inbox
+    from relay.worker.record import Recorder, WorkerSettings
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
-    transport = TcpTransport(
+    transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        spec.kv_host,
-        spec.kv_port,
+        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port),
         checksum=engine.checksum,
         clock=clock,
     )
     config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
-    core = WorkerCore(config, engine.scheduler, engine.runner.kv_digests)
-    shell = EngineShell(core, transport, inbox, page, clock)
+    digest_kv: DigestKv = engine.runner.kv_digests
+    recorder = None
+    if spec.record:
+        settings = WorkerSettings(config, engine.limits, engine.identity.numerics_id)
+        path = Path(spec.record) / f"{spec.worker}-{spec.incarnation}-{os.getpid()}.relay"
+        recorder = Recorder(path, f"{spec.worker} incarnation {spec.incarnation}", settings)
+        digest_kv = recorder.digests(digest_kv)
+    core = WorkerCore(config, engine.scheduler, digest_kv)
+    shell = EngineShell(core, transport, inbox, page, clock, recorder)
     steps = StepThread(
         engine.runner, transport, engine.num_layers, page, inbox.post, clock, overlapped=engine.overlapped
     )

@@ -26,8 +26,9 @@ from relay.worker.commands import (
 )
 from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.core import WorkerCore
-from relay.worker.events import GatewayLost, OrderReceived, TimerFired
+from relay.worker.events import Event, GatewayLost, OrderReceived, TimerFired
 from relay.worker.inbox import Inbox
+from relay.worker.record import Advanced, Recorder
 from relay.worker.status_page import StatusPage
 
 TICK_NS = 250_000_000
@@ -37,8 +38,18 @@ FLUSH_S = 1.0
 class EngineShell:
     """Runs until the core says Exit. Everything that happens elsewhere comes through ``inbox``."""
 
-    def __init__(self, core: WorkerCore, transport: Transport, inbox: Inbox, page: StatusPage, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        transport: Transport,
+        inbox: Inbox,
+        page: StatusPage,
+        clock: Clock,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``recorder`` is closed when ``run`` returns."""
         self._core = core
+        self._recorder = recorder
         self._transport = transport
         self._inbox = inbox
         self._page = page
@@ -75,6 +86,8 @@ class EngineShell:
         for link in self._links:
             link.finish(FLUSH_S)
         self._transport.close()
+        if self._recorder is not None:
+            self._recorder.close(self._exit.reason or "exit")
         return self._exit
 
     def _turn(self, now_ns: int) -> None:
@@ -82,11 +95,29 @@ class EngineShell:
             del self._timers[name]
             self._inbox.post(TimerFired(name))
         while self._exit is None and (event := self._inbox.take()) is not None:
-            self._carry_out(self._core.handle(event, now_ns))
+            self._carry_out(self._handle(event, now_ns))
         if self._exit is None:
-            self._carry_out(self._core.advance(now_ns))
+            self._carry_out(self._advance(now_ns))
         if self._core.draining:
             self._page.set_draining()
+
+    def _handle(self, event: Event, now_ns: int) -> list[Command]:
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.handle(event, now_ns)
+        recorder.happened(event, now_ns)
+        commands = self._core.handle(event, now_ns)
+        recorder.decided(commands)
+        return commands
+
+    def _advance(self, now_ns: int) -> list[Command]:
+        recorder = self._recorder
+        if recorder is None:
+            return self._core.advance(now_ns)
+        recorder.happened(Advanced(), now_ns)
+        commands = self._core.advance(now_ns)
+        recorder.decided(commands)
+        return commands
 
     def _serve(self, link: ControlLink, mask: int) -> None:
         gateway = self._links.index(link)

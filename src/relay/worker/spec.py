@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from relay.config import TransportName
 from relay.errors import UsageError
 from relay.protocol.messages import Role
 
@@ -35,7 +36,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: int = 0  # 0: the model's own limit
     kv_host: str = "127.0.0.1"  # where the KV listener binds and what it advertises
     kv_port: int = 0  # 0: ephemeral
+    transport: TransportName = (
+        "auto"  # how KV travels: shared memory where both engines can, else TCP; or only one of them
+    )
     perturb: str = ""  # a kernels.perturbed kind: `relay verify --inject` makes one worker wrong on purpose
+    record: str = ""  # a folder: record there what the core is told and decides; empty: do not
     drain_timeout_s: float = 30.0  # after SIGTERM or Drain: how long running requests may take to finish
 
 

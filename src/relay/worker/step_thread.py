@@ -88,8 +88,7 @@ class StepThread:
             step = self._next(running)
             before = running
             if step is not None:
-                if before is None:
-                    page.set_phase("stepping", clock.now_ns())
+                page.begin_step(step.manifest, clock.now_ns())
                 running = self._begin(step)
                 if not self._overlapped:
                     before = running
@@ -98,8 +97,8 @@ class StepThread:
                 if before is running:
                     running = None
                 page.finish_step()
-                idle = running is None and self._steps.empty()
-                page.set_phase("ready" if idle else "stepping", clock.now_ns())
+                if running is None and self._steps.empty():
+                    page.set_phase("ready", clock.now_ns())
                 self._post(StepFinished(result))
 
     def _next(self, running: StartedStep | None) -> StartStep | None:

@@ -1,7 +1,11 @@
 """All that a worker holds, found by key, choice, transfer or slot."""
 
+from collections.abc import Callable
+
+from relay.engine.step import StepPlan
 from relay.ids import SequenceKey
 from relay.worker.held import Held
+from relay.worker.status_page import ManifestRow
 
 
 class HeldTable:
@@ -41,6 +45,15 @@ class HeldTable:
         """The attempt held of a choice."""
         key = self._attempts.get((request, choice))
         return None if key is None else self.by_key[key]
+
+    def manifest(self, plan: StepPlan, key_of_slot: Callable[[int], SequenceKey]) -> list[ManifestRow]:
+        """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""
+        by_key = self.by_key
+        keys = [key_of_slot(row.slot) for row in plan.rows]
+        return [
+            ManifestRow(by_key[key].gateway, *key, row.start + row.count)
+            for key, row in zip(keys, plan.rows, strict=True)
+        ]
 
     def check(self) -> None:
         """Assert that the indexes agree."""

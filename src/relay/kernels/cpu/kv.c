@@ -1,65 +1,98 @@
 /* The paged cache seen from outside: canonical bytes in and out, block copies, CRC32C.
  *
- * Canonical order of a layer: K then V of the positions, each [token][kv_head][dim] in the cache's dtype. */
+ * Canonical order of a layer: K then V of the positions, each [token][kv_head][dim] in the cache's dtype. Bytes move in pieces of at
+ * most one unit, small enough that the CRC and the copy share them in the first-level cache. On the way in a piece is first fetched
+ * into private memory: `data` may be shared with another process, and what is checked must be what is written. */
 #include "kv.h"
 
 #include <string.h>
 
+#include "transpose.h"
+
 #define UNIT 16
-#define CHUNK 16384 /* bytes copied before the CRC reads them again, from the first-level cache */
+#define PIECE_BYTES 32768
 
-/* One position's K (all heads) between the cache and `token`, canonical [kv_head][dim]. */
-#define MOVE_KEYS(TYPE)                                                                                                      \
-    do {                                                                                                                     \
-        TYPE *cache = (TYPE *)kv_keys(model, block, layer) + (int64_t)(offset / UNIT) * D * UNIT + offset % UNIT;            \
-        TYPE *bytes = (TYPE *)token;                                                                                         \
-        for (int h = 0; h < model->kv_heads; h++, cache += (int64_t)model->block_size * D, bytes += D)                       \
-            for (int d = 0; d < D; d++) {                                                                                    \
-                if (to_cache) cache[d * UNIT] = bytes[d];                                                                    \
-                else bytes[d] = cache[d * UNIT];                                                                             \
-            }                                                                                                                \
-    } while (0)
-
-static void move_keys(const model_t *model, int layer, int64_t block, int offset, uint8_t *token, int to_cache)
+/* K of a whole unit of one head: cache [dim][16], bytes [16] rows `width` apart. 0 where this build cannot. */
+static int move_unit(const model_t *model, uint8_t *cache, uint8_t *bytes, int64_t width, int to_cache)
 {
-    const int D = model->head_dim;
-    if (model->kv_half) MOVE_KEYS(uint16_t);
-    else MOVE_KEYS(uint32_t);
+#ifdef RELAY_SHUFFLES
+    const int64_t element = kv_element(model), column = UNIT * element;
+    const int side = (int)(16 / element);
+    for (int d = 0; d < model->head_dim; d += side)
+        for (int token = 0; token < UNIT; token += side) {
+            uint8_t *tile = cache + d * column + token * element, *rows = bytes + token * width + d * element;
+            if (side == 4 && to_cache) transpose_4x4(rows, width, tile, column);
+            else if (side == 4) transpose_4x4(tile, column, rows, width);
+            else if (to_cache) transpose_8x8(rows, width, tile, column);
+            else transpose_8x8(tile, column, rows, width);
+        }
+    return 1;
+#else
+    (void)model, (void)cache, (void)bytes, (void)width, (void)to_cache;
+    return 0;
+#endif
 }
 
-static void move_values(const model_t *model, int layer, int64_t block, int offset, uint8_t *token, int to_cache)
+#define MOVE_KEY(TYPE, cache, bytes)                                                   \
+    for (int d = 0; d < model->head_dim; d++) {                                        \
+        if (to_cache) ((TYPE *)(cache))[d * UNIT] = ((TYPE *)(bytes))[d];              \
+        else ((TYPE *)(bytes))[d] = ((TYPE *)(cache))[d * UNIT];                       \
+    }
+
+/* K of positions `offset`.. of one block, all in one unit, between the cache and rows `width` apart. */
+static void move_keys(const model_t *model, int layer, int64_t block, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
 {
-    const size_t width = (size_t)model->head_dim * (size_t)kv_element(model);
-    uint8_t *cache = kv_values(model, block, layer) + (size_t)offset * width;
-    for (int h = 0; h < model->kv_heads; h++, cache += (size_t)model->block_size * width, token += width)
-        memcpy(to_cache ? cache : token, to_cache ? token : cache, width);
+    const int64_t element = kv_element(model), head = model->head_dim * element;
+    uint8_t *cache = kv_keys(model, block, layer) + offset / UNIT * UNIT * head;
+    for (int h = 0; h < model->kv_heads; h++, cache += model->block_size * head, bytes += head) {
+        if (count == UNIT && move_unit(model, cache, bytes, width, to_cache)) continue;
+        for (int64_t i = 0; i < count; i++) {
+            uint8_t *column = cache + (offset + i) % UNIT * element, *row = bytes + i * width;
+            if (model->kv_half) MOVE_KEY(uint16_t, column, row)
+            else MOVE_KEY(uint32_t, column, row)
+        }
+    }
+}
+
+static void move_values(const model_t *model, int layer, int64_t block, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
+{
+    const size_t head = (size_t)(model->head_dim * kv_element(model));
+    uint8_t *cache = kv_values(model, block, layer) + offset * (int64_t)head;
+    for (int h = 0; h < model->kv_heads; h++, cache += model->block_size * (int64_t)head, bytes += head)
+        for (int64_t i = 0; i < count; i++) {
+            uint8_t *there = cache + i * (int64_t)head, *row = bytes + i * width;
+            memcpy(to_cache ? there : row, to_cache ? row : there, head);
+        }
 }
 
 static int move(const model_t *model, int layer, const int32_t *table, int64_t first, int64_t count, uint8_t *data, int to_cache, uint32_t *crc)
 {
-    const int64_t width = (int64_t)model->kv_heads * model->head_dim * kv_element(model);
-    const int64_t step = CHUNK / width > 0 ? CHUNK / width : 1;
-    for (int64_t position = first; position < first + count; position++) {
+    uint8_t piece[PIECE_BYTES];
+    const int64_t width = (int64_t)model->kv_heads * model->head_dim * kv_element(model), end = first + count;
+    for (int64_t position = first; position < end; position++) {
         const int32_t block = table[position / model->block_size];
         if (block < 0 || block >= model->num_blocks) return ERR_BLOCK;
     }
+    if (width > PIECE_BYTES) return ERR_SHAPE;
+    const int64_t most = PIECE_BYTES / width;
     uint32_t running = 0;
     for (int values = 0; values < 2; values++)
-        for (int64_t done = 0; done < count; done += step, data += step * width) {
-            const int64_t some = count - done < step ? count - done : step;
-            if (crc && to_cache) running = relay_crc32c(running, data, (size_t)(some * width));
-            for (int64_t i = 0; i < some; i++) {
-                const int64_t position = first + done + i;
-                (values ? move_values : move_keys)(model, layer, table[position / model->block_size], (int)(position % model->block_size),
-                                                   data + i * width, to_cache);
+        for (int64_t position = first, some; position < end; position += some, data += some * width) {
+            const int64_t offset = position % model->block_size;
+            uint8_t *bytes = data;
+            some = UNIT - position % UNIT;
+            if (some > end - position) some = end - position;
+            if (some > most) some = most;
+            const size_t size = (size_t)(some * width);
+            if (to_cache) {
+                memcpy(piece, data, size);
+                bytes = piece;
+                running = relay_crc32c(running, piece, size);
             }
-            if (crc && !to_cache) running = relay_crc32c(running, data, (size_t)(some * width));
-            if (some < step) {
-                data += some * width;
-                break;
-            }
+            (values ? move_values : move_keys)(model, layer, table[position / model->block_size], offset, some, bytes, width, to_cache);
+            if (!to_cache) running = relay_crc32c(running, data, size);
         }
-    if (crc) *crc = running;
+    *crc = running;
     return OK;
 }
 

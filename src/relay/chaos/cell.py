@@ -1,0 +1,242 @@
+"""One cluster of one shape under the faults of one seed, from start to the check that nothing is left of it."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable
+
+from relay.chaos import leaks
+from relay.chaos.client import Outcome, ask
+from relay.chaos.faults import Injector
+from relay.chaos.kinds import KINDS
+from relay.chaos.plan import draw_plan
+from relay.chaos.proxy import Life, Proxy
+from relay.chaos.requests import ChatOrCompletion
+from relay.chaos.resume import Resumes
+from relay.chaos.server import Server, free_port
+from relay.chaos.settings import CellResult, ChaosSettings
+from relay.chaos.shapes import Shape
+from relay.chaos.watch import Watch
+
+QUIET_S = 30.0
+EXIT_S = 5.0
+LENT_FAULTS = 2
+SHM_SHARE = 1 / 3
+
+
+class Cell:
+    """``run`` once. ``expected``: the calm outcome of every request."""
+
+    def __init__(
+        self,
+        settings: ChaosSettings,
+        shape: Shape,
+        seed: int,
+        requests: list[ChatOrCompletion],
+        expected: list[Outcome],
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._shape = shape
+        self._seed = seed
+        self._requests = requests
+        self._expected = expected
+        self._say = say
+        self._resumes = Resumes()
+        self._watch = Watch(on_order=self._resumes.ordered, on_token=self._resumes.reported)
+        worker_port = free_port()
+        self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
+        self._worker_port = worker_port
+        self._injector = Injector(self._proxy, self._resumes, say)
+        self._watch.on_seen = self._injector.seen
+        self._injector.starved = self._starved
+        self._started = self._running_now = 0
+        self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
+        self._result = CellResult(shape.name, seed, len(requests))
+
+    async def run(self) -> CellResult:
+        began_s = time.monotonic()
+        shared_before = leaks.shared_memory()
+        host, port = await self._proxy.start()
+        server = Server(
+            [
+                self._settings.model,
+                *self._shape.flags,
+                *self._settings.serve,
+                *(["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []),
+                "--worker-port",
+                str(self._worker_port),
+                "--worker-address",
+                f"tcp://{host}:{port}",
+            ]
+        )
+        try:
+            await server.start()
+            await self._all_ready()
+            before = leaks.descriptors(server.pid)
+            await self._load(server)
+            await self._check_quiet(server, before)
+        finally:
+            code = await server.stop()
+            await self._check_gone(code, shared_before)
+            await self._proxy.close()
+        if self._result.problems or self._result.failed or self._result.different:
+            self._result.problems += [f"server: {line}" for line in list(server.log)[-40:]]
+        self._result.seconds = round(time.monotonic() - began_s, 1)
+        return self._result
+
+    async def _all_ready(self) -> None:
+        while len(self._proxy.lives) < self._shape.size or not all(life.ready for life in self._proxy.lives.values()):
+            await asyncio.sleep(0.01)
+
+    async def _load(self, server: Server) -> None:
+        """All requests and all faults, each at its share of the other."""
+        plan = draw_plan(self._seed, self._shape, self._settings.faults, list(self._settings.kinds))
+        injecting = asyncio.ensure_future(self._injector.run(plan, self._turn))
+        gate = asyncio.Semaphore(self._settings.concurrency)
+        asking = [asyncio.ensure_future(self._ask(server, index, gate)) for index in range(len(self._requests))]
+        watching = asyncio.ensure_future(self._watch_progress())
+        try:
+            outcomes = await asyncio.gather(*asking)
+            await injecting
+        finally:
+            watching.cancel()
+            for task in [injecting, *asking]:
+                task.cancel()
+        self._compare(outcomes)
+        result, injector = self._result, self._injector
+        result.faults = dict(sorted(injector.by_kind.items()))
+        result.signals = dict(sorted(injector.signals.items()))
+        result.problems += injector.problems
+        for (kind, moment), count in sorted(injector.moments.items()):
+            result.moments.setdefault(kind, {})[moment] = count
+        for harm in self._resumes.finished:
+            result.resume_ms.setdefault(harm.kind, []).append(round((harm.resumed_s - harm.at_s) * 1e3, 2))
+            result.resumed_tokens.append(harm.num_tokens)
+        result.disagreements = await server.metric("relay_token_disagreements_total")
+        if result.disagreements:
+            result.problems.append(f"{result.disagreements} tokens that two workers reported differently")
+
+    async def _turn(self, index: int) -> None:
+        """Fault ``index`` comes when its share of the requests has begun."""
+        due = (index + 0.5) * len(self._requests) / max(1, self._settings.faults)
+        while self._started < min(due, len(self._requests)):
+            await self._next_move()
+
+    async def _ask(self, server: Server, index: int, gate: asyncio.Semaphore) -> Outcome:
+        """Request ``index`` begins when its share of the faults, less what may run at once, was done."""
+        async with gate:
+            per_request = self._settings.faults / len(self._requests)
+            due = max(0, int((index - self._settings.concurrency) * per_request))
+            while not self._may_begin(due):
+                await self._next_move()
+            self._started += 1
+            self._running_now += 1
+            self._moved.set()
+            request = self._requests[index]
+
+            def arrived(choice: int, count: int, now_s: float) -> None:
+                self._resumes.arrived(request.seed, choice, count, now_s)
+
+            outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s, arrived)
+            self._running_now -= 1
+            self._moved.set()
+            self._watch.ended(request.seed)
+            self._resumes.ended(request.seed)
+            return outcome
+
+    def _may_begin(self, due: int) -> bool:
+        """With ``due`` faults behind it. A fault that waits for requests is lent some of those that would begin after it."""
+        return self._injector.num_done + (LENT_FAULTS if self._injector.hungry else 0) >= due
+
+    def _starved(self) -> bool:
+        waiting = len(self._requests) - self._started
+        next_due = int((self._started - self._settings.concurrency) * self._settings.faults / len(self._requests))
+        return not self._running_now and (not waiting or not self._may_begin(next_due))
+
+    async def _next_move(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()
+
+    async def _watch_progress(self) -> None:
+        while True:
+            await self._injector.progress.wait()
+            self._injector.progress.clear()
+            self._moved.set()
+
+    def _compare(self, outcomes: list[Outcome]) -> None:
+        result = self._result
+        for request, calm, outcome in zip(self._requests, self._expected, outcomes, strict=True):
+            problem = outcome.whole(request)
+            if problem:
+                result.failed += 1
+                result.problems.append(f"{request.name}: {problem}")
+            elif outcome.canonical() == calm.canonical():
+                result.identical += 1
+            else:
+                result.different += 1
+                result.problems.append(f"{request.name} differs: {difference(calm, outcome)}")
+
+    async def _check_quiet(self, server: Server, before: list[str]) -> None:
+        """Everything is given back within ``QUIET_S``: blocks, sequences, descriptors, processes."""
+        deadline = time.monotonic() + QUIET_S
+        while (left := await self._unquiet(server, before)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        self._leak(left)
+
+    async def _unquiet(self, server: Server, before: list[str]) -> list[str]:
+        left = leaks.unquiet(await server.status())
+        now = leaks.descriptors(server.pid)
+        if len(now) != len(before):
+            left.append(f"the gateway has {len(now)} descriptors open instead of {len(before)}")
+        processes = len(leaks.descendants(server.pid))
+        if processes != 2 * self._shape.size:
+            left.append(f"{processes} processes below the gateway instead of {2 * self._shape.size}")
+        left += [
+            f"{life.worker} incarnation {life.incarnation}: {process} still runs"
+            for life in self._proxy.past
+            for process in life.running()
+        ]
+        return left
+
+    async def _check_gone(self, code: int, shared_before: set[str]) -> None:
+        """After the end of the server nothing of it runs, and no memory has its name."""
+        if code != 0:
+            self._leak([f"relay serve ended with {code}"])
+        deadline = time.monotonic() + EXIT_S
+        while (running := self._running()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._leak([f"{process} of {life.worker} outlived the server" for life, process in running])
+        for life, process in running:
+            life.signal(process, signal.SIGKILL)
+        self._leak([f"/dev/shm/{name} was left" for name in leaks.unowned(leaks.shared_memory() - shared_before)])
+
+    def _running(self) -> list[tuple[Life, str]]:
+        return [(life, process) for life in self._proxy.all_lives() for process in life.running()]
+
+    def _leak(self, lines: list[str]) -> None:
+        self._result.leaked += len(lines)
+        self._result.problems += [f"leak: {line}" for line in lines]
+
+    def _by_shared_memory(self, life: Life) -> bool:
+        """A third of all lives get their KV as they would without a proxy."""
+        return random.Random(f"shm {self._seed} {life.worker} {life.incarnation}").random() < SHM_SHARE
+
+    def _life_ended(self, life: Life) -> None:
+        if life.struck is not None and KINDS[life.struck[0]].fatal:
+            kind, at_s = life.struck
+            self._result.detect_ms.setdefault(kind, []).append(round((life.given_up_s - at_s) * 1e3, 2))
+
+
+def difference(calm: Outcome, outcome: Outcome) -> str:
+    """The first thing that differs, in words."""
+    for index, left in sorted(calm.answers.items()):
+        right = outcome.answers[index]
+        for position, (a, b) in enumerate(zip(left.token_ids, right.token_ids, strict=False)):
+            if a != b:
+                return f"choice {index}, token {position}: {b} instead of {a}"
+        for what in ("token_ids", "text", "logprobs", "finishes"):
+            if getattr(left, what) != getattr(right, what):
+                return f"choice {index}: {what} {getattr(right, what)!r:.200} instead of {getattr(left, what)!r:.200}"
+    return f"usage {outcome.usage} instead of {calm.usage}"

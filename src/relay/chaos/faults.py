@@ -1,0 +1,252 @@
+"""Carries out a plan: waits for each fault's turn and moment, strikes, and undoes what has to be undone."""
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from relay.chaos.kinds import KINDS, Kind
+from relay.chaos.pipe import Injury, Pipe
+from relay.chaos.plan import Fault
+from relay.chaos.proxy import KvFrame, Life, Proxy
+from relay.chaos.resume import Resumes
+from relay.chaos.watch import Placement, Seen
+
+MOMENT_PATIENCE_S = 3.0
+BUSY_PATIENCE_S = 2.0
+KV_PATIENCE_S = 8.0
+VICTIM_PATIENCE_S = 30.0
+POLL_S = 0.01
+INSTEAD = "kill_engine"
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "segfault": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    "slow": signal.SIGSTOP,
+}
+
+
+class Injector:
+    """``run`` works a plan off; ``done`` counts what was really done."""
+
+    def __init__(self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None]) -> None:
+        self._proxy = proxy
+        self._resumes = resumes
+        self._say = say
+        self._waiting: Callable[[Seen], None] | None = None
+        self._afterwards: set[asyncio.Task[None]] = set()
+        self.by_kind: Counter[str] = Counter()
+        self.signals: Counter[str] = Counter()
+        self.moments: Counter[tuple[str, str]] = Counter()  # (kind, moment of one choice it struck)
+        self.num_done = 0
+        self.problems: list[str] = []
+        self.progress = asyncio.Event()  # set after every fault, and when requests are needed for the next
+        self.hungry = False  # waits for requests to do something
+        self.starved: Callable[[], bool] = lambda: False  # no request runs or may begin: nothing is left to wait for
+
+    def seen(self, seen: Seen) -> None:
+        """The watch's: something happened to a choice. Strikes before the bytes that say so are passed on."""
+        if self._waiting is not None:
+            self._waiting(seen)
+
+    async def run(self, plan: list[Fault], turn: Callable[[int], Awaitable[None]]) -> None:
+        """``turn(i)`` is awaited before fault ``i``. Returns when every fault was done and undone."""
+        for index, fault in enumerate(plan):
+            await turn(index)
+            await asyncio.sleep(fault.wait_s)
+            await self._one(fault)
+            self.num_done += 1
+            self.progress.set()
+        while self._afterwards:
+            await asyncio.gather(*self._afterwards)
+
+    async def _one(self, fault: Fault) -> None:
+        kind = KINDS[fault.kind]
+        if kind.target == "kv":
+            if await self._on_kv(fault, kind):
+                return
+            fault, kind = (
+                replace(fault, kind=INSTEAD),
+                KINDS[INSTEAD],
+            )  # no request is left that would use a KV connection
+        elif fault.moment and await self._at_moment(fault, kind):
+            return
+        life = await self._victim(fault)
+        if life is None:
+            lives = ", ".join(str(life) for life in self._proxy.lives.values())
+            self.problems.append(f"{fault.kind}: no {fault.role} was ready within {VICTIM_PATIENCE_S:.0f} s: {lives}")
+            return
+        pending = self._strike_now(fault, kind, life)
+        if pending is not None:
+            await pending
+
+    async def _until(self, happened: "asyncio.Future[Any]", patience_s: float) -> bool:
+        """Wait while requests run; False when ``patience_s`` is over, or no request is left."""
+        self.hungry = True
+        self.progress.set()
+        deadline = time.monotonic() + patience_s
+        while not happened.done() and not self.starved() and time.monotonic() < deadline:
+            await asyncio.wait({happened}, timeout=0.05)
+        self.hungry = False
+        return happened.done()
+
+    async def _at_moment(self, fault: Fault, kind: Kind) -> bool:
+        """Wait for a choice at the fault's moment and strike there and then; False when none came."""
+        struck: asyncio.Future[asyncio.Future[None] | None] = asyncio.get_running_loop().create_future()
+
+        def look(seen: Seen) -> None:
+            if seen.placement.moment != fault.moment or struck.done():
+                return
+            for name in [seen.worker, *sorted(seen.placement.holders)]:
+                life = self._proxy.lives.get(name)
+                if life is not None and life.ready and not life.hurt and life.role in (fault.role, "both"):
+                    struck.set_result(self._strike_now(fault, kind, life))
+                    return
+
+        self._waiting = look
+        came = await self._until(struck, MOMENT_PATIENCE_S)
+        self._waiting = None
+        if came and (pending := struck.result()) is not None:
+            await pending
+        return came
+
+    async def _victim(self, fault: Fault) -> Life | None:
+        """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
+        began_s = time.monotonic()
+        try:
+            while (waited_s := time.monotonic() - began_s) < VICTIM_PATIENCE_S:
+                ready = [
+                    life
+                    for life in self._proxy.lives.values()
+                    if life.role == fault.role and life.ready and not life.hurt
+                ]
+                busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
+                settle = fault.idle or self.starved() or waited_s > BUSY_PATIENCE_S
+                if busy or (ready and settle):
+                    candidates = busy or ready
+                    return candidates[fault.aim % len(candidates)]
+                if not self.hungry and not settle:
+                    self.hungry = True
+                    self.progress.set()
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.hungry = False
+        return None
+
+    def _strike_now(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
+        """Do it. What is returned must be awaited: a fault that waits for bytes to spoil."""
+        lives = [life]
+        if kind.target == "role":
+            lives = [one for one in self._proxy.lives.values() if one.role == life.role and one.ready]
+        if kind.target == "control":
+            return self._on_control(fault, kind, life)
+        for one in lives:
+            self._record(fault.kind, one)
+            self._send_signals(fault, kind, one)
+        self.by_kind[fault.kind] += 1
+        return None
+
+    def _send_signals(self, fault: Fault, kind: Kind, life: Life) -> None:
+        number = _SIGNALS[kind.deed]
+        processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
+        life.hurt = True
+        life.draining = life.draining or kind.deed == "terminate"
+        for process in processes:
+            self.signals[number.name] += life.signal(process, number)
+        if kind.deed == "stop":
+            self._later(self._continue(life, processes, fault.hold_s))
+        elif kind.deed == "slow":
+            self._later(self._slow(life, fault.hold_s))
+
+    def _on_control(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
+        process = ("engine", "agent")[fault.aim & 1]
+        connection = life.connections[process]
+        pipe = connection.up if fault.aim & 6 else connection.down  # three times of four from the worker
+        life.hurt = True
+        injury = Injury(kind.deed, 0, fault.hold_s, fault.aim >> 8)  # type: ignore[arg-type] # a wire kind's deeds are harms
+        self.by_kind[fault.kind] += 1
+        if kind.deed in ("truncate", "corrupt"):
+            spoil = Injury(injury.harm, (fault.aim >> 12) % 40, 0.0, injury.bit)
+            return asyncio.ensure_future(self._spoil(fault, life, pipe, spoil))
+        self._record(fault.kind, life)
+        if kind.deed == "delay":
+            self._later(self._forgive(life, fault.hold_s))
+        pipe.hurt(injury)
+        return None
+
+    async def _spoil(self, fault: Fault, life: Life, pipe: Pipe, injury: Injury) -> None:
+        """Spoil the next bytes of a control connection; where none come, the agent's next heartbeat."""
+        struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done() -> None:
+            self._record(fault.kind, life)
+            struck.set_result(None)
+
+        pipe.arm(injury, done)
+        await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
+        if not struck.done():
+            pipe.disarm()
+            life.connections["agent"].up.arm(injury, done)
+            await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
+
+    async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
+        """At the ``nth`` KV frame of a transfer, or at the handoff of one that has fewer; False when none is to come."""
+        struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def look(frame: KvFrame) -> Injury | None:
+            life = self._proxy.lives.get(frame.target)
+            if struck.done() or life is None or not (frame.handoff or frame.number >= fault.nth):
+                return None
+            self._record(fault.kind, life, only=frame.placement)
+            struck.set_result(None)
+            return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
+
+        self._proxy.kv_injury = look
+        came = await self._until(struck, KV_PATIENCE_S)
+        self._proxy.kv_injury = lambda frame: None
+        if came:
+            self.by_kind[fault.kind] += 1
+        return came
+
+    def _record(self, kind: str, life: Life, only: Placement | None = None) -> None:
+        """Note what every choice it strikes is doing."""
+        now_s = time.monotonic()
+        struck = self._proxy.watch.held_by(life.worker) if only is None else [only]
+        for placement in struck:
+            moment = "draining" if life.draining else placement.moment
+            self.moments[(kind, moment)] += 1
+            self._resumes.harmed(kind, moment, placement, now_s)
+        if not struck:
+            self.moments[(kind, "idle")] += 1
+        life.struck = (kind, now_s)
+        self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
+
+    async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
+        await asyncio.sleep(hold_s)
+        for process in processes:
+            self.signals["SIGCONT"] += life.signal(process, signal.SIGCONT)
+        life.hurt = False
+
+    async def _slow(self, life: Life, hold_s: float) -> None:
+        """Stopped two thirds of the time."""
+        deadline = time.monotonic() + hold_s
+        while time.monotonic() < deadline and life.signal("engine", signal.SIGSTOP):
+            await asyncio.sleep(SLOW_STOPPED_S)
+            life.signal("engine", signal.SIGCONT)
+            await asyncio.sleep(SLOW_RUNNING_S)
+        life.signal("engine", signal.SIGCONT)
+        life.hurt = False
+
+    async def _forgive(self, life: Life, hold_s: float) -> None:
+        await asyncio.sleep(hold_s)
+        life.hurt = False
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        running = asyncio.ensure_future(work)
+        self._afterwards.add(running)
+        running.add_done_callback(self._afterwards.discard)

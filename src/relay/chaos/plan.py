@@ -1,0 +1,78 @@
+"""What will be done to a cluster, drawn from a seed before anything starts. Pure: the same seed, the same plan."""
+
+import random
+from dataclasses import dataclass
+
+from relay.chaos.kinds import KINDS
+from relay.chaos.shapes import Shape
+from relay.errors import UsageError
+
+# Moments that an order or a token shows at the instant it passes. The others are hit by chance and counted.
+AIMED = ("reserved", "accepted", "prefill", "streaming", "handed_off", "decoding", "last_token")
+PREFILL_MOMENTS = ("accepted", "prefill", "streaming", "handed_off")
+AIMED_SHARE = 0.5
+IDLE_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. ``moment`` "" strikes when its turn comes, whatever its victim does; otherwise a choice of the victim must be
+    there; for a KV connection it is the ``nth`` frame of a transfer."""
+
+    kind: str
+    role: str  # of the victim; for a KV connection that of its target D
+    moment: str
+    nth: int
+    idle: bool  # without a moment: strike whoever comes first, not a worker that has work
+    wait_s: float  # after its turn has come
+    hold_s: float  # how long a stop, slowness, delay or one-way silence lasts
+    aim: int  # decides among victims and processes, and the bit that is flipped
+
+
+def choose_kinds(names: list[str], shape: Shape) -> dict[str, int]:
+    """Weights of the kinds that ``shape`` can have. Raises UsageError for an unknown name, or if none is left."""
+    unknown = [name for name in names if name not in KINDS]
+    if unknown:
+        raise UsageError(f"--kinds: no kind is called {unknown[0]!r}; there are {', '.join(KINDS)}")
+    chosen = {name: KINDS[name].weight for name in names or KINDS}
+    if not shape.prefill:
+        chosen = {name: weight for name, weight in chosen.items() if KINDS[name].target != "kv"}
+    if not chosen:
+        raise UsageError(f"--kinds: a colocated shape ({shape.name}) has no KV connections")
+    return chosen
+
+
+def draw_plan(seed: int, shape: Shape, count: int, kinds: list[str]) -> list[Fault]:
+    """``count`` faults, every kind about as often as its weight says and, where ``count`` allows it, at least once."""
+    dice = random.Random(f"faults {seed} {shape.name}")
+    weights = choose_kinds(kinds, shape)
+    names = list(weights)[:count]
+    names += dice.choices(list(weights), list(weights.values()), k=count - len(names))
+    dice.shuffle(names)
+    return [_draw(dice, name, shape) for name in names]
+
+
+def _draw(dice: random.Random, name: str, shape: Shape) -> Fault:
+    kind = KINDS[name]
+    role = dice.choice(shape.roles)
+    moment = ""
+    if kind.target == "kv":
+        role, moment = "decode", "streaming"
+    elif dice.random() < AIMED_SHARE:
+        moments = list(AIMED)
+        if not shape.prefill:
+            moments = ["prefill", "decoding", "last_token"]
+        elif role == "prefill":
+            moments = list(PREFILL_MOMENTS[1:])
+        moment = dice.choice(moments)
+    hold_s = dice.choice((0.15, 0.4, 0.8, 1.6, 2.5))
+    return Fault(
+        kind=name,
+        role=role,
+        moment=moment,
+        nth=dice.choice((1, 2, 7, 30, 31, 60)),
+        idle=dice.random() < IDLE_SHARE,
+        wait_s=dice.uniform(0.0, 0.4),
+        hold_s=hold_s,
+        aim=dice.getrandbits(32),
+    )

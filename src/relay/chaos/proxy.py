@@ -1,0 +1,280 @@
+"""The byte proxy between a gateway and its workers, and between the workers' engines.
+
+Workers dial it instead of the gateway (``relay serve --worker-address``). It knows who they are by their hellos, and puts itself
+between the engines by writing its own address into an engine's hello. What passes is told to a ``Watch`` before it is passed on, so
+a fault can strike between a message and its arrival.
+"""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from relay.chaos.kv_tap import KvTap
+from relay.chaos.pipe import Connection, End, Injury, Pipe
+from relay.chaos.watch import Placement, Watch
+from relay.protocol.framing import HEADER_BYTES, FrameDecoder, encode, payload_size
+from relay.protocol.messages import (
+    AgentToGateway,
+    EngineToGateway,
+    GatewayToAgent,
+    GatewayToEngine,
+    Hello,
+    Message,
+    Welcome,
+)
+
+
+@dataclass(slots=True)
+class Life:
+    """One incarnation of one worker, as its hellos tell of it. A process is held by pidfd: its number may be used again."""
+
+    worker: str
+    incarnation: int
+    role: str
+    pids: dict[str, int] = field(default_factory=dict)
+    pidfds: dict[str, int] = field(default_factory=dict)
+    connections: dict[str, Connection] = field(default_factory=dict)
+    welcomed: set[str] = field(default_factory=set)
+    kv_servers: list[asyncio.Server] = field(default_factory=list)
+    ended_s: float = 0.0  # a control connection was closed, by whichever side
+    given_up_s: float = 0.0  # the gateway closed one
+    draining: bool = False
+    hurt: bool = False  # a fault has struck it, and it has not got over it
+    struck: tuple[str, float] | None = None  # the first fault (kind, monotonic seconds)
+
+    def __str__(self) -> str:
+        state = "hurt" if self.hurt else "ended" if self.ended_s else f"welcomed {sorted(self.welcomed)}"
+        return f"{self.worker}.{self.incarnation} {state}"
+
+    @property
+    def ready(self) -> bool:
+        return self.welcomed == {"agent", "engine"} and not self.ended_s
+
+    def hold(self, process: str, pid: int) -> None:
+        """Open the process that said hello, unless it has ended and another one got its number."""
+        self.pids[process] = pid
+        try:
+            descriptor = os.pidfd_open(pid)
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        if b"relay.worker" in command:
+            self.pidfds[process] = descriptor
+        else:
+            os.close(descriptor)
+
+    def running(self) -> list[str]:
+        """Its processes that have not ended."""
+        return [process for process, fd in self.pidfds.items() if not select.select([fd], [], [], 0)[0]]
+
+    def signal(self, process: str, number: signal.Signals) -> bool:
+        """False when the process is gone."""
+        try:
+            signal.pidfd_send_signal(self.pidfds[process], number)
+        except (ProcessLookupError, KeyError):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class KvFrame:
+    """A frame on its way from P to D: the ``number``-th KV frame of its transfer, or the handoff behind them."""
+
+    placement: Placement
+    number: int
+    handoff: bool
+    pipe: Pipe
+    target: str
+
+
+class Proxy:
+    """One a run. ``start`` before the gateway; ``close`` after it."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        gateway: tuple[str, int],
+        on_ended: Callable[[Life], None],
+        past_proxy: Callable[[Life], bool],
+    ) -> None:
+        """``on_ended``: the first sign that the gateway has given a life up. ``past_proxy``: whether KV may reach it by shared
+        memory, unseen, rather than through the proxy."""
+        self._past_proxy = past_proxy
+        self.watch = watch
+        self._gateway = gateway
+        self._on_ended = on_ended
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lives: dict[str, Life] = {}  # the latest of each worker
+        self.past: list[Life] = []
+        self.kv_injury: Callable[[KvFrame], Injury | None] = lambda frame: None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen for workers; returns the address they must dial."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: self._accept(self._control()), "127.0.0.1", 0)
+        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
+        return address
+
+    async def close(self) -> None:
+        servers = [server for life in self.all_lives() for server in life.kv_servers]
+        for server in [*servers, *([self._server] if self._server else [])]:
+            server.close()
+        for life in self.all_lives():
+            for connection in life.connections.values():
+                connection.reset()
+            for pidfd in life.pidfds.values():
+                os.close(pidfd)
+            life.pidfds.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    def all_lives(self) -> list[Life]:
+        """Of every worker, every incarnation that said hello."""
+        return [*self.past, *self.lives.values()]
+
+    def _accept(self, wired: tuple[Connection, tuple[str, int]]) -> asyncio.Protocol:
+        connection, target = wired
+        task = asyncio.get_running_loop().create_task(_dial(connection, target))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return connection.dialler
+
+    def _control(self) -> tuple[Connection, tuple[str, int]]:
+        tap = _ControlTap(self)
+        connection = Connection(tap.up, tap.down, tap.end)
+        tap.connection = connection
+        return connection, self._gateway
+
+    def hello(self, hello: Hello, connection: Connection) -> Hello:
+        """A worker process says who it is; returns the hello to pass on."""
+        life = self.lives.get(hello.worker)
+        if life is None or life.incarnation < hello.incarnation:
+            if life is not None:
+                self.past.append(life)
+            life = self.lives[hello.worker] = Life(hello.worker, hello.incarnation, hello.role)
+        if life.incarnation != hello.incarnation:
+            return hello  # a late process of an earlier life: the gateway's business
+        life.hold(hello.process, hello.pid)
+        life.connections[hello.process] = connection
+        if hello.process != "engine":
+            return hello
+        addresses = [self._kv_listener(life, address) for address in hello.kv_addresses if address.startswith("tcp://")]
+        if self._past_proxy(life):
+            addresses = [*(one for one in hello.kv_addresses if not one.startswith("tcp://")), *addresses]
+        return msgspec.structs.replace(hello, kv_addresses=addresses)
+
+    def _kv_listener(self, life: Life, address: str) -> str:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        listener = socket.create_server(("127.0.0.1", 0))
+        loop = asyncio.get_running_loop()
+
+        def accept() -> asyncio.Protocol:
+            tap = KvTap(self._kv_frame, life.worker)
+            connection = Connection(tap.up, tap.down, lambda end: None)
+            tap.pipe = connection.up
+            return self._accept((connection, (host, int(port))))
+
+        async def serve() -> None:
+            life.kv_servers.append(await loop.create_server(accept, sock=listener))
+
+        task = loop.create_task(serve())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+    def _kv_frame(self, transfer: int, handoff: bool, pipe: Pipe, target: str) -> Injury | None:
+        placement = self.watch.kv_frame(transfer, handoff=handoff)
+        if placement is None:
+            return None
+        return self.kv_injury(KvFrame(placement, placement.kv_frames, handoff, pipe, target))
+
+    def to_worker(self, life: Life, process: str, message: Message) -> None:
+        if isinstance(message, Welcome):
+            life.welcomed.add(process)
+        elif process == "engine":
+            self.watch.to_worker(life.worker, message)
+
+    def from_worker(self, life: Life, process: str, message: Message) -> None:
+        if process == "engine" and self.lives.get(life.worker) is life:
+            self.watch.from_worker(life.worker, message)
+
+    def ended(self, life: Life, *, by_gateway: bool) -> None:
+        """One end of a control connection of ``life`` has closed it."""
+        if not life.ended_s:
+            life.ended_s = time.monotonic()
+            for server in life.kv_servers:
+                server.close()
+        if by_gateway and not life.given_up_s:
+            life.given_up_s = time.monotonic()
+            self._on_ended(life)
+
+
+class _ControlTap:
+    """Reads both directions of one control connection."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._first = bytearray()
+        self._life: Life | None = None
+        self._process = ""
+        self._from_worker: FrameDecoder | None = None
+        self._to_worker: FrameDecoder | None = None
+        self.connection: Connection | None = None
+
+    def up(self, data: bytes) -> tuple[bytes, Injury | None]:
+        if self._from_worker is None:
+            return self._hello(data), None
+        for message in self._from_worker.feed(data):
+            if self._life is not None:
+                self._proxy.from_worker(self._life, self._process, message)
+        return data, None
+
+    def down(self, data: bytes) -> tuple[bytes, Injury | None]:
+        if self._to_worker is not None and self._life is not None:
+            for message in self._to_worker.feed(data):
+                self._proxy.to_worker(self._life, self._process, message)
+        return data, None
+
+    def end(self, end: End) -> None:
+        if self._life is not None and self.connection is not None:
+            self._proxy.ended(self._life, by_gateway=end is self.connection.listener)
+
+    def _hello(self, data: bytes) -> bytes:
+        """Nothing is passed on before the hello is whole."""
+        self._first += data
+        payload = payload_size(self._first)
+        if payload is None or len(self._first) < HEADER_BYTES + payload:
+            return b""
+        size = HEADER_BYTES + payload
+        (hello,) = FrameDecoder(AgentToGateway | EngineToGateway).feed(self._first[:size])
+        assert isinstance(hello, Hello)
+        assert self.connection is not None
+        engine = hello.process == "engine"
+        self._from_worker = FrameDecoder(EngineToGateway if engine else AgentToGateway)
+        self._to_worker = FrameDecoder(GatewayToEngine if engine else GatewayToAgent)
+        passed = self._proxy.hello(hello, self.connection)
+        life = self._proxy.lives[hello.worker]
+        if life.incarnation == hello.incarnation:
+            self._life, self._process = life, hello.process
+        rest = bytes(self._first[size:])
+        self._first.clear()
+        return encode(passed) + (self.up(rest)[0] if rest else b"")
+
+
+async def _dial(connection: Connection, target: tuple[str, int]) -> None:
+    """Open the other side. Whoever dialled us learns of a failure as of any lost connection."""
+    try:
+        await asyncio.get_running_loop().create_connection(lambda: connection.listener, *target)
+    except OSError:
+        connection.reset()
+    else:
+        connection.up.flush_early()

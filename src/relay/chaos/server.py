@@ -1,0 +1,139 @@
+"""``relay serve`` as a child process: started on free ports, its output read, its processes looked at through /proc."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import relay
+from relay.chaos.client import get_json
+from relay.errors import StartupError
+
+MODEL_NAME = "chaos"  # in every request, whatever model it is
+START_S = 180.0
+STOP_S = 60.0
+LAST_LINES = 400
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In the child before it runs: nothing of a run survives it, however it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def free_port() -> int:
+    """A port nobody listens on now, from below the range the kernel hands out by itself: it stays free until it is used."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(200):
+        port = 10_000 + int.from_bytes(os.urandom(2), "little") % max(1, low - 10_000)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise StartupError("no free port found")
+
+
+class Server:
+    """One run of ``relay serve``. ``start`` returns when it is ready; ``stop`` ends it and says with which exit code."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: list[asyncio.Task[None]] = []
+        self._banner: asyncio.Future[str] | None = None
+        self.log: deque[str] = deque(maxlen=LAST_LINES)
+        self.host, self.port = "", 0
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Raises StartupError with the server's own last line."""
+        command = [sys.executable, "-m", "relay.cli.main", "serve", "--port", "0", "--served-model-name", MODEL_NAME]
+        command += [*self._arguments]
+        source = str(Path(relay.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        self._banner = asyncio.get_running_loop().create_future()
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._reading = [
+            asyncio.ensure_future(self._read(self._process.stdout, self._look_for_banner)),
+            asyncio.ensure_future(self._read(self._process.stderr, self.log.append)),
+        ]
+        ended = asyncio.ensure_future(self._process.wait())
+        waits: set[asyncio.Future[Any]] = {ended, self._banner}
+        await asyncio.wait(waits, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        if not self._banner.done():
+            ended.cancel()
+            await self.kill()
+            raise StartupError(f"relay serve did not start: {self.log[-1] if self.log else 'it said nothing'}")
+        ended.cancel()
+        self.host, _, port = self._banner.result().removeprefix("http://").rpartition(":")
+        self.port = int(port)
+
+    async def status(self) -> dict[str, Any]:
+        """What ``relay status --json`` prints. Raises OSError, ValueError, EOFError or TimeoutError."""
+        return await get_json(self.host, self.port, "/status")
+
+    async def metric(self, name: str) -> int:
+        """Of /metrics, summed over labels; 0 where it has not appeared."""
+        text = await asyncio.to_thread(_get_text, self.host, self.port, "/metrics")
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
+        return int(sum(float(value) for value in found))
+
+    async def stop(self) -> int:
+        """SIGTERM, then wait; the exit code, -9 if it had to be killed."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+        await asyncio.gather(*self._reading)
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    async def kill(self) -> None:
+        """SIGKILL, if it still runs: its workers end with it."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _read(self, stream: asyncio.StreamReader, take: Any) -> None:
+        async for line in stream:
+            take(line.decode(errors="replace").rstrip())
+
+    def _look_for_banner(self, line: str) -> None:
+        found = re.search(r"at (http://\S+)", line)
+        if found and self._banner is not None and not self._banner.done():
+            self._banner.set_result(found[1])
+
+
+def _get_text(host: str, port: int, path: str) -> str:
+    import urllib.request
+
+    with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as response:
+        text: str = response.read().decode()
+    return text

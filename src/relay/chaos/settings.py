@@ -1,0 +1,68 @@
+"""What a chaos run is asked to do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relay.chaos.requests import LONGEST_ANSWER, LONGEST_WORDS
+from relay.chaos.shapes import Shape
+from relay.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosSettings:
+    """``requests`` and ``faults`` are of each cell, that is of each shape and seed. ``serve`` are flags for ``relay serve``."""
+
+    requests: int
+    faults: int
+    seeds: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    kinds: tuple[str, ...] = ()
+    model: str = "smollm2"
+    serve: tuple[str, ...] = ()
+    concurrency: int = 6
+    longest_words: int = LONGEST_WORDS
+    longest_answer: int = LONGEST_ANSWER
+    request_timeout_s: float = 180.0
+    inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
+    trace: Path | None = None
+    keep: Path | None = None  # folder of cells' results: those that are there already are not run again
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.requests <= 100_000:
+            raise UsageError(f"--requests must be 1 to 100000, not {self.requests}")
+        if not 0 <= self.faults <= 100_000:
+            raise UsageError(f"--faults must be 0 to 100000, not {self.faults}")
+        if not 1 <= self.concurrency <= 512:
+            raise UsageError(f"--concurrency must be 1 to 512, not {self.concurrency}")
+        if not 1 <= self.longest_words <= 5000:
+            raise UsageError(f"--longest-prompt must be 1 to 5000 words, not {self.longest_words}")
+        if not 1 <= self.longest_answer <= 5000:
+            raise UsageError(f"--longest-answer must be 1 to 5000 tokens, not {self.longest_answer}")
+        if len(set(self.shapes)) != len(self.shapes) or len(set(self.seeds)) != len(self.seeds):
+            raise UsageError("a shape or a seed is given twice")
+
+
+@dataclass(slots=True)
+class CellResult:
+    """What one cluster went through. Everything here is plain data: it is kept as JSON between runs."""
+
+    shape: str
+    seed: int
+    requests: int
+    identical: int = 0
+    different: int = 0
+    failed: int = 0
+    leaked: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    signals: dict[str, int] = field(default_factory=dict)
+    moments: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → moment → choices struck
+    resume_ms: dict[str, list[float]] = field(default_factory=dict)  # kind → every wait
+    detect_ms: dict[str, list[float]] = field(default_factory=dict)
+    resumed_tokens: list[int] = field(default_factory=list)  # prompt and committed tokens each resume began with
+    disagreements: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return self.identical == self.requests and not self.leaked and not self.problems

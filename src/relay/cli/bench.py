@@ -1,0 +1,108 @@
+"""``relay bench``: measurements a user can repeat on a machine of theirs."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.errors import UsageError
+
+DEFAULT_TOKENS = "128,512,1024,2048,4096,8192"
+
+
+@click.group()
+def bench() -> None:
+    """Measure parts of Relay on this machine."""
+
+
+@bench.command()
+@click.argument("model", default="smollm2")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, help="Prompt lengths.")
+@click.option("--transport", "transports", default="shm,tcp", show_default=True, help="Transports.")
+@click.option(
+    "--kv-cache-dtype", "dtypes", default="float32,bfloat16", show_default=True, help="Numbers in the KV cache."
+)
+@click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Runs a median is taken of.")
+@click.option("--threads", type=int, default=0, show_default=True, help="Threads of the prefill engine; 0: all cores.")
+@click.option(
+    "--chart", type=click.Path(path_type=Path, file_okay=False), help="Write the charts as SVG to this folder."
+)
+@click.option("--offline", is_flag=True, help="Never touch the network.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."
+)
+def kv(
+    model: str,
+    as_json: bool,
+    tokens: str,
+    transports: str,
+    dtypes: str,
+    runs: int,
+    threads: int,
+    chart: Path | None,
+    offline: bool,
+    cache_dir: Path | None,
+) -> None:
+    """How much of the KV transfer a prompt's own compute hides, with the send-after-prefill baseline and the machine's ceilings."""
+    from relay.bench.kv_run import KvSettings, run_kv
+    from relay.models.progress import console_progress
+    from relay.models.store import default_cache_dir, open_model
+
+    settings = KvSettings(
+        tokens=[_length(text) for text in tokens.split(",")],
+        transports=_names("--transport", transports, ("shm", "tcp")),
+        dtypes=_names("--kv-cache-dtype", dtypes, ("float32", "bfloat16")),
+        runs=runs,
+        threads=threads,
+    )
+    loaded = open_model(
+        model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
+    )
+    too_long = [length for length in settings.tokens if length > loaded.max_model_len]
+    if too_long:
+        raise UsageError(f"--tokens: {too_long[0]} is more than the {loaded.max_model_len} positions of {loaded.name}")
+    document, timelines = run_kv(loaded, settings, lambda text: click.echo(f"\r\x1b[K{text}", err=True, nl=False))
+    click.echo(err=True)
+    if chart is not None:
+        from relay.bench.charts import write_charts
+
+        write_charts(chart, document["rows"], timelines)
+    if as_json:
+        click.echo(json.dumps(document, indent=1))
+    else:
+        _print(document)
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"--tokens: {text!r} is no number of tokens")
+    return int(text)
+
+
+def _names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
+    return names
+
+
+def _print(document: dict[str, Any]) -> None:
+    click.echo(
+        f"{'transport':9} {'kv':8} {'tokens':>6} {'MB':>6} {'prefill':>8} {'wire':>9} {'baseline':>9} {'exposed':>9}  hidden"
+    )
+    for row in document["rows"]:
+        share = f"below noise ± {row['noise_s'] * 1e3:.2f} ms" if row["below_noise"] else f"{row['hidden_share']:.1%}"
+        times = (row[name] * 1e3 for name in ("wire_s", "baseline_exposed_s", "exposed_s"))
+        click.echo(
+            f"{row['transport']:9} {row['kv_cache_dtype']:8} {row['tokens']:6} {row['bytes'] / 1e6:6.1f}"
+            f" {row['prefill_s'] * 1e3:6.0f}ms {' '.join(f'{value:7.2f}ms' for value in times)}  {share}"
+            f" (prefill {row['prefill_slowdown']:+.1%}, burst {row['burst_gb_s']:.1f} GB/s)"
+        )
+    for row in document["ceilings"]:
+        click.echo(
+            f"ceiling {row['ceiling']:13} {'with' if row['checksum'] else 'without':7} CRC32C {row['gb_s']:6.2f} GB/s"
+        )

@@ -1,0 +1,129 @@
+"""``relay chaos``: a real cluster under faults from a seed; every answer compared byte for byte with a calm run."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relay.chaos.plan import choose_kinds
+from relay.chaos.report import report
+from relay.chaos.run import run_chaos
+from relay.chaos.settings import ChaosSettings
+from relay.chaos.shapes import parse_shape
+from relay.config import BACKENDS, KV_DTYPES
+from relay.errors import UsageError
+
+
+@click.command()
+@click.argument("model", default="smollm2")
+@click.option("--requests", type=int, default=120, show_default=True, help="Requests to each cluster.")
+@click.option("--faults", type=int, default=30, show_default=True, help="Faults to each cluster.")
+@click.option("--seed", "seeds", type=click.IntRange(min=0), multiple=True, help="Of requests and faults; several.")
+@click.option("--seeds", "num_seeds", type=click.IntRange(1, 1000), help="That many seeds from 1 on instead.")
+@click.option("--shape", "shapes", multiple=True, help="2P+3D, or 3 for colocated workers; several.  [default: 1P+2D]")
+@click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
+@click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
+@click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
+@click.option("--longest-answer", type=int, default=48, show_default=True, help="Tokens of the longest answer.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="Of the workers.")
+@click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
+@click.option("--kv-cache-memory", metavar="SIZE", default="512M", show_default=True, help="KV cache of each worker.")
+@click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True, help="Of it.")
+@click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
+@click.option("--offline", is_flag=True, help="Never touch the network.")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache.")
+@click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of cells' results; those that passed already are not run again.",
+)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def chaos(
+    model: str,
+    requests: int,
+    faults: int,
+    seeds: tuple[int, ...],
+    num_seeds: int | None,
+    shapes: tuple[str, ...],
+    kinds: str,
+    concurrency: int,
+    longest_prompt: int,
+    longest_answer: int,
+    backend: str,
+    threads: int,
+    kv_cache_memory: str,
+    kv_cache_dtype: str,
+    max_num_batched_tokens: int,
+    offline: bool,
+    cache_dir: Path | None,
+    inject: str | None,
+    keep: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Serve MODEL on real clusters, kill, stop and cut everything in them while requests run, and compare every answer with
+    that of a calm run. Exit 0 only if all are identical, none failed and nothing is left behind."""
+    if seeds and num_seeds:
+        raise UsageError("give --seed or --seeds")
+    serve = ["--backend", backend, "--threads", str(threads), "--kv-cache-memory", kv_cache_memory]
+    serve += ["--kv-cache-dtype", kv_cache_dtype, "--max-num-batched-tokens", str(max_num_batched_tokens)]
+    serve += ["--offline"] if offline else []
+    serve += ["--cache-dir", str(cache_dir)] if cache_dir is not None else []
+    settings = ChaosSettings(
+        requests=requests,
+        faults=faults,
+        seeds=seeds or tuple(range(1, (num_seeds or 1) + 1)),
+        shapes=tuple(parse_shape(text) for text in shapes or ("1P+2D",)),
+        kinds=tuple(name.strip() for name in kinds.split(",") if name.strip()),
+        model=model,
+        serve=tuple(serve),
+        concurrency=concurrency,
+        longest_words=longest_prompt,
+        longest_answer=longest_answer,
+        inject=inject or "",
+        keep=keep,
+    )
+    for shape in settings.shapes:
+        choose_kinds(list(settings.kinds), shape)
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    cells, calm = asyncio.run(run_chaos(settings, say))
+    document = report(cells, calm)
+    if output is not None:
+        output.write_text(json.dumps(document, indent=1) + "\n")
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        _print(document)
+    return 0 if all(cell.passed for cell in cells) else 1
+
+
+def _print(document: dict[str, Any]) -> None:
+    """The report for people: a line a kind, then the sums."""
+    click.echo(
+        f"{'kind':20} {'faults':>6} {'resume ms p50':>14} {'p99':>9} {'detected ms p50':>16} {'p99':>9}  struck while"
+    )
+    for kind, row in document["by_kind"].items():
+        resume, detect = row["resume_ms"], row["detect_ms"]
+        moments = ", ".join(f"{moment} {count}" for moment, count in document["moments"].get(kind, {}).items())
+        times = f"{_ms(resume['p50']):>14} {_ms(resume['p99']):>9} {_ms(detect['p50']):>16} {_ms(detect['p99']):>9}"
+        click.echo(f"{kind:20} {row['faults']:>6} {times}  {moments}")
+    calm = document["calm"]
+    click.echo(
+        f"resume p50 {_ms(document['resume_ms']['p50'])} ms, p99 {_ms(document['resume_ms']['p99'])} ms; without faults, "
+        f"{calm['resumed_tokens_p50'] or 0:.0f} tokens and a step take {_ms(calm['reprefill_and_step_ms_p50'])} ms"
+    )
+    for problem in document["problems"]:
+        click.echo(problem)
+    counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
+    click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

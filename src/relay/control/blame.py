@@ -1,0 +1,102 @@
+"""Who may have killed an engine: what speaks against a request, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from relay.control.contract import RequestFailure
+from relay.control.placement import Dispatcher
+from relay.control.requests import Request
+from relay.control.state import ClusterState
+from relay.control.transitions import ChoiceState
+from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited
+
+if TYPE_CHECKING:
+    from relay.control.workers import Worker
+
+CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
+NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
+
+
+def exit_text(message: EngineExited) -> str:
+    return f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+
+
+def crashed(message: EngineExited) -> bool:
+    """The engine ended by its own fault, and not because somebody killed or stopped it."""
+    if message.signal is not None:
+        return message.signal in CRASH_SIGNALS
+    return message.status not in NO_CRASH_STATUSES
+
+
+class Blame:
+    """Counts crashes and hangs against the requests whose rows the engine was computing, and ends who is certainly guilty."""
+
+    def __init__(self, state: ClusterState, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._dispatcher = dispatcher
+
+    def accuse(self, worker: Worker, rows: Iterable[ComputedRow], alone: bool, how: str, now_ns: int) -> None:
+        """The engine of ``worker`` failed (``how``) while it computed ``rows``. To be called before anything is reopened."""
+        if worker.blamed:
+            return
+        worker.blamed = True
+        by_request: dict[int, list[ComputedRow]] = {}
+        for row in rows:
+            by_request.setdefault(row.request, []).append(row)
+        for number, named in by_request.items():
+            request = self._state.requests.get(number)
+            if request is not None:
+                self._count(request, worker, named, alone, how, now_ns)
+
+    def _count(
+        self, request: Request, worker: Worker, rows: list[ComputedRow], alone: bool, how: str, now_ns: int
+    ) -> None:
+        max_blames = self._state.config.retry.max_blames
+        suspicion = request.suspicion
+        named = False
+        for row in rows:
+            choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
+            if choice is None or choice.state is ChoiceState.ENDED or choice.num_tokens > row.end:
+                continue  # another attempt has come past that place meanwhile: it was not this
+            named = choice.troubled = True
+            suspicion.ends[row.choice] = max(suspicion.ends.get(row.choice, 0), row.end)
+            self._state.story.tell(now_ns, request.id, row.choice, f"blamed: {worker.id} {how}")
+        if not named:
+            return
+        self._state.counters["blames"] += 1
+        # Beside others it never comes to the last one: that would be a guess.
+        suspicion.blames = min(suspicion.blames + 1, max_blames if alone else max_blames - 1)
+        if suspicion.blames >= max_blames:
+            text = f"{max_blames} engines crashed or hung while computing this request (the last, alone: {how})"
+            self._dispatcher.fail(request, RequestFailure(500, "quarantined", text), now_ns)
+
+    # --- what nobody has explained yet ------------------------------------------------------------------------------
+
+    def long_step(self, worker: Worker, rows: Iterable[ComputedRow]) -> None:
+        """The step of ``worker`` with ``rows`` takes long: it may hang, which counts as a loss until it ends.
+
+        An attempt may end before that, because its KV does not come; the next must not hang engine after engine meanwhile.
+        """
+        for request in worker.long_step:
+            request.suspicion.unexplained -= 1
+            self._state.changed = True
+        requests = self._state.requests
+        worker.long_step = list({requests[row.request]: None for row in rows if row.request in requests})
+        for request in worker.long_step:
+            request.suspicion.unexplained += 1
+
+    def await_report(self, worker: Worker) -> None:
+        """``worker`` was lost and its agent may still say why: until then that counts against all it had."""
+        worker.unexplained = list({attempt.choice.request: None for attempt in worker.live})
+        for request in worker.unexplained:
+            request.suspicion.unexplained += 1
+
+    def explained(self, worker: Worker) -> None:
+        """Why ``worker`` was lost is known, or will not be known any more."""
+        if worker.unexplained:
+            self._state.changed = True
+        for request in worker.unexplained:
+            request.suspicion.unexplained -= 1
+        worker.unexplained = []

@@ -1,0 +1,63 @@
+"""I10: what is bounded stays within its bound, and I5: what has a deadline ends by it."""
+
+from typing import TYPE_CHECKING
+
+from relay.config import SECOND
+from relay.control.breaker import BreakerState
+from relay.sim.kernel import Violation
+
+if TYPE_CHECKING:
+    from relay.sim.world import World
+
+TICKS = 4  # how many ticks late a deadline may be noticed
+
+
+def within_budget(world: "World") -> None:
+    """Hedges compute no more than their share of what was asked for. After every event of the gateway: one comparison."""
+    state = world.gateway.core.state
+    counters, config = state.counters, state.config.hedge
+    spent = counters["hedge_tokens"]
+    if spent and spent * 1000 > config.budget_per_mille * (counters["tokens"] + counters["prompt_tokens"]):
+        raise Violation("I10", f"hedges have computed {spent} tokens, more than {config.budget_per_mille} per mille")
+
+
+def bounded(world: "World") -> None:
+    """Everything with a bound that is not checked where it is touched."""
+    _deadlines(world)
+    _breakers(world)
+    for node in world.workers.values():
+        if node.running is not None:
+            for sender in node.running.transport.senders():
+                window = sender.limits.window_bytes
+                if sender.in_flight_bytes > window:
+                    text = f"{sender.in_flight_bytes} bytes of a transfer are on their way, the window is {window}"
+                    raise Violation("I10", f"{node.key.worker}: {text}")
+
+
+def _deadlines(world: "World") -> None:
+    """No request outlives its own deadline."""
+    state = world.gateway.core.state
+    now_ns, slack_ns = world.kernel.now_ns, int(TICKS * state.config.tick_s * SECOND)
+    if world.gateway.stopped or now_ns - world.gateway.awake_since_ns < slack_ns:
+        return
+    for request in state.requests.values():
+        deadline_ns = request.submission.deadline_ns
+        if deadline_ns is not None and now_ns > deadline_ns + slack_ns:
+            raise Violation(
+                "I5", f"request {request.id} lives {(now_ns - deadline_ns) / SECOND:.1f} s past its deadline"
+            )
+
+
+def _breakers(world: "World") -> None:
+    """An open breaker gives its worker or link another chance."""
+    state = world.gateway.core.state
+    now_ns, most_s = world.kernel.now_ns, state.config.breaker.max_open_s
+    named = [*state.breakers.workers.items(), *state.breakers.links.items()]
+    for name, breaker in named:
+        since_ns = breaker.opened_ns
+        if (
+            since_ns is not None
+            and now_ns - since_ns > int(most_s * SECOND)
+            and breaker.at(now_ns) is BreakerState.OPEN
+        ):
+            raise Violation("I12", f"the breaker of {name} is open for {(now_ns - since_ns) / SECOND:.1f} s")

@@ -1,0 +1,60 @@
+"""I17: a drain takes nothing new, loses nothing and ends in time."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from relay.config import SECOND
+from relay.control import commands as c
+from relay.control.transitions import WorkerState
+from relay.ids import SequenceKey, WorkerKey
+from relay.protocol.messages import Reserve, Run
+from relay.sim.engine import Ended, EngineProcess
+from relay.sim.kernel import Violation
+
+if TYPE_CHECKING:
+    from relay.sim.world import World
+
+SLACK_NS = SECOND // 2
+
+
+class Drains:
+    """Remembers since when each engine drains."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._since_ns: dict[WorkerKey, int] = {}
+        self._held: dict[WorkerKey, dict[SequenceKey, None]] = {}  # when the drain began
+
+    def sent(self, commands: Iterable[c.Command]) -> None:
+        """Work goes to ready workers only."""
+        workers = self._world.gateway.core.state.workers
+        for command in commands:
+            if type(command) is c.SendToEngine and type(command.message) in (Run, Reserve):
+                worker = workers[command.worker.worker]
+                if worker.state is WorkerState.DRAINING and worker.key == command.worker:
+                    raise Violation("I17", f"{worker.id} drains and is given {type(command.message).__name__}")
+
+    def handled(self, engine: EngineProcess) -> None:
+        """After an event of an engine: one that drains holds nothing that it did not hold when that began."""
+        if not engine.core.draining:
+            return
+        held = engine.core.held.by_key
+        known = self._held.setdefault(engine.key, dict.fromkeys(held))
+        for key in held:
+            if key not in known:
+                raise Violation("I17", f"{engine.key.worker} drains, and has taken {key}")
+
+    def ended(self, engine: EngineProcess, end: Ended) -> None:
+        if end.status == 0 and len(engine.core.held):
+            raise Violation("I17", f"{engine.key.worker} has drained, and still held {list(engine.core.held.by_key)}")
+
+    def audit(self) -> None:
+        world = self._world
+        now_ns, timeout_ns = world.kernel.now_ns, world.swarm.worker.drain_timeout_ns
+        for node in world.workers.values():
+            engine = node.running
+            if engine is None or not engine.core.draining or engine.stopped:
+                continue
+            since_ns = max(self._since_ns.setdefault(engine.key, now_ns), engine.awake_since_ns)
+            if now_ns - since_ns > timeout_ns + SLACK_NS:
+                raise Violation("I17", f"{node.key.worker} drains for {(now_ns - since_ns) / SECOND:.1f} s")

@@ -1,0 +1,1 @@
+"""Planted bugs, by the core they are in."""

@@ -1,0 +1,118 @@
+"""Bugs in the worker's core and in both ends of a KV transfer."""
+
+from dataclasses import replace
+from typing import Any
+
+from relay.sim import kv_link
+from relay.sim.planted.mutant import Mutant, nothing
+from relay.transfer.receiver import Receiver
+from relay.transfer.sender import Sender
+from relay.worker.core import WorkerCore
+from relay.worker.table import HeldTable
+
+
+def _never_acknowledge(original: Any) -> Any:
+    def send_ended(core: WorkerCore, transfer: int) -> None:
+        return None
+
+    return send_ended
+
+
+def _old_attempt_wins(original: Any) -> Any:
+    """A worker that holds an older attempt refuses the newer one."""
+
+    def attempt(table: HeldTable, request: int, choice: int) -> Any:
+        held = original(table, request, choice)
+        return held if held is None or held.key.attempt > 1 else None
+
+    return attempt
+
+
+def _skips_a_layer(original: Any) -> Any:
+    """The last layer of a prompt's last chunk is not sent, and D does not count layers."""
+    return property(lambda receiver: receiver._layers_missing < receiver.layout.num_layers)
+
+
+def _sends_unwritten(original: Any) -> Any:
+    """All layers count as written when the first one is."""
+
+    def written(sender: Sender, layer: int, first: int, count: int) -> None:
+        if layer == 0:
+            for each in range(sender.layout.num_layers):
+                original(sender, each, first, count)
+
+    return written
+
+
+def _epoch_ignored(original: Any) -> Any:
+    def hear(receiver: Receiver, header: Any, now_ns: int) -> bool:
+        mine = {"epoch": receiver.order.source_incarnation}
+        return bool(original(receiver, replace(header, **mine), now_ns))
+
+    return hear
+
+
+def _attempt_ignored(original: Any) -> Any:
+    def hear(receiver: Receiver, header: Any, now_ns: int) -> bool:
+        return bool(original(receiver, replace(header, attempt=receiver.order.attempt), now_ns))
+
+    return hear
+
+
+def _handoff_is_enough(original: Any) -> Any:
+    return property(lambda receiver: True)
+
+
+def _no_window(original: Any) -> Any:
+    """What is on its way does not count."""
+
+    def next_kv(sender: Sender) -> Any:
+        kept, sender._bytes_credited = sender._bytes_credited, sender.bytes_sent
+        frame = original(sender)
+        sender._bytes_credited = kept
+        return frame
+
+    return next_kv
+
+
+def _takes_while_draining(original: Any) -> Any:
+    def take(core: WorkerCore, gateway: int, order: Any, key: Any) -> None:
+        kept, core._draining = core._draining, False
+        original(core, gateway, order, key)
+        core._draining = kept
+
+    return take
+
+
+def _drains_at_once(original: Any) -> Any:
+    """SIGTERM ends the engine whatever it holds."""
+
+    def drain(core: WorkerCore, now_ns: int) -> None:
+        original(core, now_ns)
+        core._exit(0, "drained")
+
+    return drain
+
+
+def _any_hello(original: Any) -> Any:
+    return lambda ours, theirs: ""
+
+
+TABLE = (
+    Mutant("partial coverage accepted", "I7", Receiver, "covered", _handoff_is_enough),
+    Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
+    Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
+    Mutant("checksums not verified", "I7", kv_link, "verify", nothing),
+    Mutant("preempted prompts not announced anew", "I7", WorkerCore, "_revoke_preempted", nothing),
+    Mutant("stale epoch accepted", "I18", Receiver, "_hear", _epoch_ignored),
+    Mutant("stale attempt accepted", "I18", Receiver, "_hear", _attempt_ignored),
+    Mutant("acknowledged blocks are kept", "I8", WorkerCore, "_send_ended", _never_acknowledge),
+    Mutant("first attempts are not superseded", "I5", HeldTable, "attempt", _old_attempt_wins),
+    Mutant("a window without a bound", "I10", Sender, "_next_kv", _no_window),
+    Mutant("KV crosses between unequal numerics", "I13", kv_link, "mismatch", _any_hello),
+    Mutant("work taken while draining", "I17", WorkerCore, "_take", _takes_while_draining),
+    Mutant("a drain loses what is held", "I17", WorkerCore, "_drain", _drains_at_once),
+    Mutant("a drain never ends", "I17", WorkerCore, "_hand_back_all", nothing),
+    Mutant("leases never expire on P", "detection", Sender, "tick", nothing),
+    Mutant("leases never expire on D", "detection", Receiver, "tick", nothing),
+)

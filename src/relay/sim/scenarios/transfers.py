@@ -1,0 +1,142 @@
+"""Scenarios about KV on its way from P to D."""
+
+from relay.sim.clients import Client
+from relay.sim.engine import TICK_NS
+from relay.sim.scenarios.stage import Scenario, Stage, cluster, scheduler
+from relay.sim.swarm import MS
+from relay.worker.core import WorkerConfig
+from relay.worker.held import HeldState
+
+
+def _streaming(stage: Stage, worker: str, frames: int = 2) -> bool:
+    """``worker`` has received a part of some prompt's KV."""
+    node = stage.node(worker)
+    return node.running is not None and any(
+        receiver.bytes_copied >= frames * 64 and not receiver.over for receiver in node.running.transport.receivers()
+    )
+
+
+def _reserved(stage: Stage, client: Client) -> bool:
+    return any(stage.holds(worker, client, HeldState.RESERVED) for worker in stage.world.workers)
+
+
+def _partial_kv(stage: Stage) -> None:
+    for salt, blow in enumerate(("kill P", "cut", "truncate", "lose", "abort")):
+        client = stage.submit(prompt=80, max_tokens=6, salt=salt)
+        stage.until(lambda: _streaming(stage, "decode-0"), "D receives KV")
+        attempt = stage.attempts(client)
+        if blow == "kill P":
+            stage.kill("prefill-0")
+        elif blow == "cut":
+            stage.fault("cut_kv", "decode-0")
+            stage.world.harm("prefill-0", "cut_kv")
+            stage.world.network.connections_of("decode-0", "kv")[0].reset("connection reset")
+        elif blow == "truncate":
+            stage.fault("kv_truncate", "decode-0")
+            stage.world.network.truncate_next_kv += 1
+        elif blow == "lose":
+            stage.fault("kv_lose", "decode-0")
+            stage.world.network.lose_next_kv += 1
+        else:
+            stage.disconnect(client)
+            stage.until(stage.all_idle, "every worker is free again", 1000)
+            continue
+        stage.finish(client)
+        again = f"attempt {attempt + 1}:" in stage.story(client)
+        stage.require(again, f"{blow}: attempt {attempt} went on from a part of its KV")
+        stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
+
+
+def _stranded_lease(stage: Stage) -> None:
+    # D dies when it has all of the KV and P waits for its word.
+    client = stage.submit(prompt=80, max_tokens=12, salt=1)
+    stage.until(lambda: stage.holds("prefill-0", client, HeldState.HANDED_OFF), "P has handed off")
+    stage.kill(stage.decode_of(client))
+    stage.until(lambda: stage.idle("prefill-0") or stage.prefill_of(client) == "prefill-0", "P is told", 50)
+    stage.finish(client)
+    stage.until(stage.all_idle, "nothing is kept", 1000)
+    # D has it all and goes on, but its word is held back by the network: P may keep the KV for a lease and no longer.
+    client = stage.submit(prompt=80, max_tokens=12, salt=2)
+    stage.until(lambda: stage.holds("prefill-0", client, HeldState.HANDED_OFF), "P has handed off")
+    mend = stage.partition((stage.decode_of(client), "prefill-0"))
+    lease_ms = (stage.world.swarm.transfer.lease_ns + 2 * TICK_NS) // MS
+    stage.until(lambda: stage.idle("prefill-0"), "P gives up on D", lease_ms)
+    stage.finish(client)
+    mend()
+
+
+def _late_writes(stage: Stage) -> None:
+    for salt in range(12):
+        first = stage.submit(prompt=80, max_tokens=4, salt=2 * salt)
+        stage.until(lambda: _streaming(stage, "decode-0", 1), "D receives KV")
+        stage.world.network.jitter_ns = 20 * MS  # what is under way arrives when the blocks are somebody else's
+        stage.fault("jitter", "")
+        stage.disconnect(first)
+        second = stage.submit(prompt=80, max_tokens=4, salt=2 * salt + 1)
+        stage.until(lambda: _reserved(stage, second), "the blocks are taken again")  # noqa: B023 - called at once
+        stage.world.network.jitter_ns = 0
+        stage.world.harm("", "jitter ends")
+        stage.finish(second)
+
+
+def _decode_out_of_memory(stage: Stage) -> None:
+    clients = [stage.submit(prompt=30, max_tokens=50, salt=salt) for salt in range(8)]
+    stage.until(lambda: stage.engine("decode-0").scheduler.load().running > 1, "D decodes")
+    for _ in range(3):
+        stage.fault("step_error", "decode-0")
+        stage.world.step_errors += 1
+        stage.engine("decode-0").fail_rows = 2  # the step as a whole runs out of memory, each row alone does not
+        stage.wait(30)
+    stage.finish(*clients, within_ms=60_000)
+    preemptions = stage.engine("decode-0").scheduler.load().counters["preemptions"]
+    stage.require(preemptions > 0, "the pool never ran short: the scenario is too easy")
+
+
+def _refusals(stage: Stage) -> None:
+    clients = [stage.submit(prompt=40, max_tokens=20, salt=salt) for salt in range(24)]
+    stage.finish(*clients, within_ms=60_000)
+    refused, seconds = stage.counter("refused_full"), stage.kernel.now_ns / 1e9
+    stage.require(refused > 0, "nobody was refused: the scenario is too easy")
+    stage.require(
+        refused <= 24 * 20, f"{refused} refusals of 24 requests in {seconds:.1f} s: the gateway asks in circles"
+    )
+
+
+SCENARIOS = (
+    Scenario(
+        "partial-kv",
+        "SGLang (issue 30233): when prefill was aborted, decode went on from the KV that had come and produced garbage",
+        "while D receives KV: P is killed, the connection cut, a frame truncated, a frame lost, the client gone; "
+        "D never computes from what came, and the request is answered by another attempt",
+        cluster(1, 1),
+        _partial_kv,
+    ),
+    Scenario(
+        "stranded-kv-lease",
+        "vLLM: when decode died, prefill kept the KV made for it for 480 s, and its pool filled up",
+        "D dies when P has handed off, then D's acknowledgement is held back: P frees at once, or after its lease",
+        cluster(1, 2),
+        _stranded_lease,
+    ),
+    Scenario(
+        "late-kv-writes",
+        "the fault matrix of this project: KV of a cancelled request arrives when its blocks belong to the next one",
+        "requests are cancelled while their KV is under way through a slow network; the next ones get the same blocks",
+        cluster(1, 1, scheduler=scheduler(num_blocks=7)),
+        _late_writes,
+    ),
+    Scenario(
+        "decode-oom",
+        "SGLang (issue 6857): decode ran out of memory in the disaggregated shape and hung for ever",
+        "D's pool holds half of what its requests grow to, and steps of several rows fail besides: all are answered",
+        cluster(1, 1, scheduler=scheduler(num_blocks=8, growth_tokens=0)),
+        _decode_out_of_memory,
+    ),
+    Scenario(
+        "refusal-storm",
+        "SGLang gateway and peers: retries of refused work are themselves the load that makes workers refuse",
+        "24 requests for two decode workers that hold two each: all are answered, with few refusals",
+        cluster(1, 2, worker=WorkerConfig(report_interval_ns=10 * MS, max_held=2)),
+        _refusals,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Frames over a connected stream socket: the whole of a TCP channel, and the way back of a shared-memory one."""
+
+import errno
+import socket
+from collections import deque
+
+from relay.transfer.channel import ChannelClosed
+from relay.transfer.frame import HEADER_BYTES
+
+
+class StreamChannel:
+    """A connected socket as a ``Channel``. Buffers grow to the largest payload and are used again."""
+
+    region: memoryview | None = None
+
+    def __init__(self, sock: socket.socket, peer: str, scheme: str) -> None:
+        self.peer = peer
+        self.scheme = scheme
+        self.socket = sock
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._received = memoryview(bytearray(1 << 12))
+        self._free: list[memoryview] = []
+        self._reserved: deque[tuple[memoryview, int]] = deque()
+
+    def await_room(self, size: int) -> None:
+        """``commit`` waits for the socket, nothing else does."""
+
+    def has_room(self, size: int) -> bool:
+        return True
+
+    def reserve(self, size: int) -> memoryview:
+        buffer = self._free.pop() if self._free else memoryview(bytearray())
+        if size > len(buffer):
+            buffer = memoryview(bytearray(max(size, 1 << 12)))
+        self._reserved.append((buffer, size))
+        return buffer[:size]
+
+    def commit(self, raw_header: bytes) -> None:
+        buffer, size = self._reserved.popleft()
+        self._free.append(buffer)
+        payload = buffer[:size]
+        try:
+            sent = self.socket.sendmsg([raw_header, payload])
+            if sent < len(raw_header):
+                self.socket.sendall(raw_header[sent:])
+                sent = len(raw_header)
+            if sent < len(raw_header) + len(payload):
+                self.socket.sendall(payload[sent - len(raw_header) :])
+        except OSError as error:
+            raise ChannelClosed(f"{self.peer}: {error}") from error
+
+    def receive_header(self) -> bytes:
+        self._receive_into(self._head, "")
+        return bytes(self._head)
+
+    def receive_payload(self, size: int) -> memoryview:
+        if size > len(self._received):
+            self._received = memoryview(bytearray(size))
+        view = self._received[:size]
+        self._receive_into(view, " in the middle of a frame")
+        return view
+
+    def set_timeout(self, seconds: float | None) -> None:
+        try:
+            self.socket.settimeout(seconds)
+        except OSError as error:  # closed by another thread, as when the engine ends in the middle of a handshake
+            raise ChannelClosed(f"{self.peer}: {error}") from error
+
+    def close(self) -> None:
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                raise
+        self.socket.close()
+
+    def _receive_into(self, view: memoryview, where: str) -> None:
+        received = 0
+        try:
+            while received < len(view):
+                count = self.socket.recv_into(view[received:])
+                if count == 0:
+                    where = where or (" in the middle of a frame" if received else "")
+                    middle = f"{where} ({received} of {len(view)} bytes)" if where else ""
+                    raise ChannelClosed(f"{self.peer} closed the connection{middle}")
+                received += count
+        except OSError as error:
+            raise ChannelClosed(f"{self.peer}: {error}") from error

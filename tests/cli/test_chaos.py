@@ -1,0 +1,130 @@
+"""``relay chaos`` from outside: its report, its exit code, and its errors in one line. Counts and bytes, never times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.serving import ENVIRONMENT, running, wait_gone, write_tiny_model
+
+from relay.chaos.leaks import descendants
+
+PATIENCE_S = 240
+NONE = {"different": 0, "failed": 0, "leaked": 0, "disagreements": 0, "problems": []}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def chaos(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "relay.cli.main", "chaos", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE_S)
+
+
+def small(model: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess:
+    limits = [
+        "--longest-prompt",
+        "60",
+        "--longest-answer",
+        "400",
+        "--kv-cache-memory",
+        "8M",
+        "--max-num-batched-tokens",
+        "64",
+        "--threads",
+        "1",
+    ]
+    return chaos(str(model), "--cache-dir", str(cache), "--offline", "--json", *limits, *arguments)
+
+
+@pytest.mark.parametrize(("shape", "faults"), [("1P+2D", 24), ("3", 12)])
+def test_every_answer_is_the_calm_one(model, cache, shape, faults):
+    ended = small(model, cache, "--shape", shape, "--requests", "40", "--faults", str(faults), "--seed", "7")
+    report = json.loads(ended.stdout)
+    assert {key: report[key] for key in NONE} == NONE, ended.stderr
+    assert ended.returncode == 0
+    assert (report["requests"], report["identical"]) == (40, 40)
+    assert sum(report["faults"].values()) == faults
+    assert report["signals"]["SIGKILL"] >= 3
+    assert set(report["moments"]) == set(report["faults"])
+    assert report["resume_ms"]["n"] > 0
+    assert report["resume_ms"]["p50"] <= report["resume_ms"]["p99"]
+
+
+def test_cells_are_kept_and_not_run_again(model, cache, tmp_path):
+    arguments = ["--shape", "2", "--requests", "6", "--faults", "2", "--keep", str(tmp_path / "cells")]
+    first = small(model, cache, *arguments)
+    again = small(model, cache, *arguments, "--output", str(tmp_path / "report.json"))
+    assert first.returncode == again.returncode == 0
+    assert "kept from an earlier run" not in first.stderr
+    assert "kept from an earlier run" in again.stderr
+    assert json.loads(first.stdout)["cells"] == json.loads(again.stdout)["cells"]
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(again.stdout)
+    other = small(model, cache, *arguments[:-4], "--faults", "1", *arguments[-2:])
+    assert "kept from an earlier run" not in other.stderr
+
+
+def test_a_worker_that_rounds_differently_is_noticed(model, cache):
+    ended = small(model, cache, "--requests", "20", "--faults", "0", "--inject", "rounding")
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 1
+    assert report["different"] > 0
+    assert report["failed"] == 0
+    assert any("differs" in problem for problem in report["problems"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--shape", "2D"], "--shape"),
+        (["--shape", "0P+2D"], "--shape"),
+        (["--kinds", "kill_engine,implode"], "implode"),
+        (["--shape", "3", "--kinds", "cut_kv"], "no KV connections"),
+        (["--requests", "0"], "--requests"),
+        (["--faults", "-1"], "--faults"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--seed", "1", "--seeds", "2"], "--seeds"),
+        (["--shape", "3", "--shape", "3"], "twice"),
+        (["--backend", "abacus"], "abacus"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments, word):
+    ended = chaos(*arguments)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("relay: ")
+    assert ended.stderr.count("\n") == 1
+    assert word in ended.stderr
+
+
+def test_a_model_that_is_not_there_ends_with_its_own_error(tmp_path):
+    ended = chaos(str(tmp_path / "nothing"), "--offline")
+    assert ended.returncode != 0
+    assert ended.stderr.splitlines()[-1].startswith("relay: ")
+    assert "nothing" in ended.stderr
+
+
+def test_nothing_is_left_of_it_when_it_is_killed(model, cache):
+    """Its server has PR_SET_PDEATHSIG, and the workers end with the server."""
+    command = [sys.executable, "-m", "relay.cli.main", "chaos", str(model), "--offline", "--cache-dir", str(cache)]
+    run = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    below: set[int] = set()
+    try:
+        while len(below) < 3:
+            assert run.poll() is None
+            below |= set(descendants(run.pid))
+    finally:
+        run.kill()
+        run.communicate(timeout=PATIENCE_S)
+    wait_gone(sorted(below))
+    assert not any(running(pid) for pid in below)
