@@ -284,6 +284,7 @@ def check_backend() -> None:
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+        mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
         backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
@@ -331,6 +332,11 @@ def check_backend() -> None:
             backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
             assert any(raw)
             assert again == raw, f"layer {layer}"
+            staged = bytearray(len(raw))
+            backend.collect(layer, np.array([23, 24], np.int32), 0, 21, memoryview(raw)).wait()
+            copy = backend.stage(layer, np.array([23, 24], np.int32), 0, 21, memoryview(staged))
+            copy.wait()
+            assert staged == raw, f"staged layer {layer}"
         assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
         backend.close()
 
