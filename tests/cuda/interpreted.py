@@ -17,9 +17,11 @@ from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
@@ -28,6 +30,8 @@ from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.sampler import SlotState, draw
+from relay.models.config import ModelConfig, RopeConfig
+from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 
 BLOCK = 16
@@ -352,7 +356,32 @@ def check_limits() -> None:
     raise AssertionError("a wrong draw passed the start-up test")
 
 
+def check_baseline() -> None:
+    """The plain kernels: a product near torch's, a prompt in one step near the same prompt in two."""
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (9, 33))
+    assert torch.allclose(plain_linear(x, w).float(), x.float() @ w.float().T, rtol=2**-6, atol=2**-6)
+    config = ModelConfig(
+        architecture="llama", vocab=50, hidden=64, intermediate=96, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=32, rms_eps=1e-5, max_positions=64, rope=RopeConfig(theta=1e4), tied_embeddings=True,
+    )  # fmt: skip
+    program = build_program(config)
+    matrices, vectors = shapes_of(program)
+    plain = PlainModel(
+        program,
+        {n: (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).bfloat16() for n, shape in matrices.items()},
+        {n: torch.rand(*shape, generator=generator) for n, shape in vectors.items()},
+        1,
+        40,
+    )
+    ids = torch.tensor([[3, 8, 1, 44, 20, 9]])
+    whole = plain.step(ids, 0).float()
+    plain.step(ids[:, :5], 0)
+    assert torch.allclose(plain.step(ids[:, 5:], 5).float(), whole, rtol=2**-4, atol=2**-4)
+
+
 CHECKS = {
+    "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
     "linear": check_linear,
