@@ -88,8 +88,7 @@ class World:
     @property
     def gateway(self) -> GatewayNode:
         """The first one that lives (or would)."""
-        nodes = list(self.gateways.values())
-        return next((node for node in nodes if node.alive), nodes[0])
+        return next((node for node in self.gateways.values() if node.alive), self.gateways[self.swarm.gateways[0]])
 
     def story(self, lines: int) -> list[str]:
         """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
@@ -159,8 +158,9 @@ class World:
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
         states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
-        tellers = [node.core for node in self.gateways.values()]
-        stories = [line for request in open_requests[:1] for core in tellers for line in core.story(request)[-5:]]
+        stories = [
+            line for r in open_requests[:1] for node in self.gateways.values() for line in node.core.story(r)[-5:]
+        ]
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
@@ -170,12 +170,11 @@ class World:
         return self._open_client is None
 
     def _all_ready(self) -> bool:
-        states = [node.core.state for node in self.gateways.values()]
-        return all(worker.state is WorkerState.READY for state in states for worker in state.workers.values())
+        workers = [worker for node in self.gateways.values() for worker in node.core.state.workers.values()]
+        return all(worker.state is WorkerState.READY for worker in workers)
 
     def _quiet(self) -> bool:
-        timers = [key for node in self.gateways.values() for key in node.timers if key[0] != "tick"]
-        if timers or not self._all_ready():
+        if not self._all_ready() or any(key[0] != "tick" for node in self.gateways.values() for key in node.timers):
             return False
         engines = [node.running for node in self.workers.values()]
         return not any(
