@@ -104,8 +104,10 @@ class GatewayProcess:
     def _received(self, message: Any) -> None:
         if isinstance(message, Begin):
             if self._begin is not None and not self._begin.done():
-                for known in [*message.present, *message.exited]:
-                    self._launcher.told(known)
+                for present in message.present:
+                    self._launcher.told(present)
+                for exited in message.exited:
+                    self._launcher.told(exited)
                 self._begin.set_result(message)
         else:
             self._launcher.told(message)

@@ -176,11 +176,7 @@ class World:
     def _quiet(self) -> bool:
         if not self._all_ready() or any(key[0] != "tick" for node in self.gateways.values() for key in node.timers):
             return False
-        engines = [node.running for node in self.workers.values()]
-        return not any(
-            e and (len(e.core.held) or len(e.core.orphans) or e.transport.open_transfers() or e.scheduler.has_work())
-            for e in engines
-        )
+        return not any(node.running is not None and node.running.busy for node in self.workers.values())
 
     def _audit(self) -> None:
         self.checkers.audit()
