@@ -24,6 +24,7 @@ NAMED = (
     "abort-in-every-state",
     "late-kv-writes",
     "refusal-storm",
+    "two-gateways",
 )
 
 

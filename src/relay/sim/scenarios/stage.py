@@ -159,7 +159,9 @@ class Stage:
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
         token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
         self.world.num_poison += poison
-        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
+        params = SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs)
+        key = (len(self.world.clients) + 1).to_bytes(16, "little")
+        submission = Submission(token_ids, params, n, resume_key=key)
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -284,6 +286,13 @@ class Stage:
                 process.thaw()
 
         return self._until_healed(thaw, worker)
+
+    def kill_gateway(self, name: str, ms: int) -> None:
+        """SIGKILL; another life of it begins after ``ms``."""
+        self.fault("kill_gateway", "")
+        self.world.supervisor.kill(self.world.gateways[name])
+        start = self._until_healed(lambda: self.world.supervisor.start(name), "")
+        self.kernel.after(ms * MS, start)
 
     def stall_gateway(self, ms: int) -> None:
         self.fault("gateway_stall", "")
