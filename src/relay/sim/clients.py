@@ -71,7 +71,7 @@ class Client:
         self.request, self.gateway = request, gateway
         self.answers = [[] for _ in range(self.submission.n)]
         known = [ids[0] for ids, seen in zip(self.numerics, self.tokens, strict=True) if seen]
-        return replace(self.submission, numerics_id=known[0] if known else "")
+        return replace(self.submission, returns=True, numerics_id=known[0] if known else "")
 
     @property
     def open(self) -> bool:

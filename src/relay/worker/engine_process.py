@@ -143,7 +143,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     def say_hello() -> Hello:
         return msgspec.structs.replace(hello, orphans=core.orphans.keys())
 
-    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock, again=spec.orphan_hold_s > 0)
+    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock.now_ns, again=spec.orphan_hold_s > 0)
     try:
         links.dial_first()
     except LinkLost as error:
