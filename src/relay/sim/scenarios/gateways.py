@@ -18,6 +18,10 @@ def _two_gateways(stage: Stage) -> None:
     stage.require(
         {w: n.key.incarnation for w, n in stage.world.workers.items()} == lives, "a worker died with its gateway"
     )
+    loads = [worker.load for worker in other.core.state.workers.values()]
+    adopted = sum(load.counters.get("orphans_adopted", 0) for load in loads if load is not None)
+    stage.require(adopted > 0, "nothing was taken over, all was computed again")
+    stage.require(not other.core.state.counters["resumed"], "what was taken over did not go on where it was")
     # Both at once: the second one goes on with its own while the first one comes back.
     more = [stage.submit(prompt=40, max_tokens=20, salt=salt) for salt in range(4, 8)]
     stage.until(lambda: all(client.tokens[0] for client in more), "all run at the second gateway")
