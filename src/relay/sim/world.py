@@ -299,10 +299,10 @@ class World(Disturbances):
         self.checkers.worker_event(engine, event)
 
     def poisoned(self) -> None:
-        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
+        """An engine is lost to a poison request (I11): three for each. A gateway that dies takes what it knew of it along."""
         self.poison_crashes += 1
         self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
+        if self.poison_crashes > MAX_POISON_CRASHES * (self.num_poison + self.faults["kill_gateway"]):
             raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
