@@ -91,7 +91,7 @@ class Checkers:
     def before_gateway(self, node: GatewayNode, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
-        self._strangers.before(event)
+        self._strangers.before(node, event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -122,9 +122,9 @@ class Checkers:
     def after_gateway(self, node: GatewayNode, event: e.Event, commands: list[c.Command]) -> None:
         if node.core.state.alarm and not self._world.wrong_machines:
             raise Violation("I4", node.core.state.alarm)
-        self._strangers.after(event, commands)
+        self._strangers.after(node, event, commands)
         self._drains.sent(node, commands)
-        within_budget(self._world)
+        within_budget(node)
         for choice, before in self._stale:
             now = _fingerprint(choice)
             if now[0] != before[0]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from relay.config import SECOND
 from relay.control import admission
 from relay.control.attempts import Attempt
 from relay.control.blame import Blame
@@ -218,6 +219,16 @@ def _together(original: Any) -> Any:
     return lambda suspicion, max_blames: 0
 
 
+def _wall_clock(original: Any) -> Any:
+    """Now and then it is an hour later, for a moment."""
+
+    def handle(core: GatewayCore, event: Any, now_ns: int) -> Any:
+        jump_ns = 3600 * SECOND if now_ns // (SECOND // 4) % 8 == 7 else 0
+        return original(core, event, now_ns + jump_ns)
+
+    return handle
+
+
 TABLE = (
     Mutant("resume off by one", "I1", Attempt, "work", _resume_off_by_one),
     Mutant("committed tokens count as prompt", "I1", Attempt, "work", _committed_as_prompt),
@@ -244,6 +255,7 @@ TABLE = (
     Mutant("a lost worker is not killed", "I12", Membership, "_fence", nothing),
     Mutant("numerics id ignored", "I13", Router, "_may_serve", _any_numerics),
     Mutant("numerics id not pinned", "I13", TokenPath, "_first", _numerics_differ),
+    Mutant("time jumps as wall clocks do", "I14", GatewayCore, "handle", _wall_clock),
     Mutant("own stall is others' death", "I15", Detector, "_forgive_own_stall", _own_stall_blames_others),
     Mutant("draining workers are given work", "I17", ClusterState, "ready_workers", _drained_are_ready),
     Mutant("silence is never death", "detection", Detector, "_silence", nothing),
