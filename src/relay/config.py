@@ -82,6 +82,7 @@ class RetryConfig:
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
     full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+    park_lease_s: float = 10.0  # with every D full, P computes the prompt and keeps its KV so long; 0: never
     # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
     budget_per_mille: int = 500  # earned of every accepted or committed token
     budget_tokens_per_s: int = 2000

@@ -29,6 +29,7 @@ from relay.control.events import (
 )
 from relay.control.hedging import Hedger
 from relay.control.membership import Membership
+from relay.control.parking import Parking
 from relay.control.placement import Dispatcher
 from relay.control.requests import Choice, Request
 from relay.control.router import Router
@@ -65,8 +66,9 @@ class GatewayCore:
     def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
         state = ClusterState(config, model, slots)
         self.state = state
-        router = Router(state)
-        self._dispatcher = Dispatcher(state, router)
+        parking = Parking(state)
+        router = Router(state, parking)
+        self._dispatcher = Dispatcher(state, router, parking)
         self._membership = Membership(state, self._dispatcher)
         self._tokens = TokenPath(state, self._dispatcher)
         self._detector = Detector(state, self._membership, self._dispatcher)

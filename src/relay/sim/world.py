@@ -56,6 +56,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
+        self.last_fault_ns = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.num_poison = 0
@@ -328,7 +329,9 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += kind not in HARMLESS
+            if kind not in HARMLESS:
+                self.num_faults += 1
+                self.last_fault_ns = self.kernel.now_ns
             self.kernel.tell("{}: {}", name, kind)
         return done
 
