@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from relay.chaos.resume import Resumes
 from relay.chaos.server import MODEL_NAME, Server, free_port
 from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import Shape
+from relay.chaos.traces import play_again
 from relay.chaos.watch import Watch
 
 QUIET_S = 30.0
@@ -52,12 +54,16 @@ class Cell:
         self._injector = Injector(self._proxy, self._resumes, say)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
+        self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
         self._started = self._running_now = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
     async def run(self) -> CellResult:
         began_s = time.monotonic()
+        if self._trace:
+            shutil.rmtree(self._trace, ignore_errors=True)
+            self._trace.mkdir(parents=True)
         shared_before = leaks.shared_memory()
         host, port = await self._proxy.start()
         server = Server(
@@ -66,6 +72,7 @@ class Cell:
                 *self._shape.flags,
                 *self._settings.serve,
                 *self._perturbations(),
+                *(["--record", str(self._trace)] if self._trace else []),
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
@@ -82,6 +89,8 @@ class Cell:
             code = await server.stop()
             await self._check_gone(code, shared_before)
             await self._proxy.close()
+        if self._trace:
+            await asyncio.to_thread(play_again, self._trace, self._result)
         if self._result.problems or self._result.failed or self._result.different:
             self._result.problems += [f"server: {line}" for line in list(server.log)[-400:]]
         self._result.seconds = round(time.monotonic() - began_s, 1)
