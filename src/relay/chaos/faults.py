@@ -20,11 +20,13 @@ BUSY_PATIENCE_S = 2.0
 KV_PATIENCE_S = 8.0
 VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
+LONGEST_DRAIN_S = 0.4
 INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
 _SIGNALS = {
     "kill": signal.SIGKILL,
     "terminate": signal.SIGTERM,
+    "drain_kill": signal.SIGTERM,
     "segfault": signal.SIGSEGV,
     "stop": signal.SIGSTOP,
     "slow": signal.SIGSTOP,
@@ -155,11 +157,13 @@ class Injector:
         number = _SIGNALS[kind.deed]
         processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
         life.hurt = True
-        life.draining = life.draining or kind.deed == "terminate"
+        life.draining = life.draining or number is signal.SIGTERM
         for process in processes:
             self.signals[number.name] += life.signal(process, number)
         if kind.deed == "stop":
             self._later(self._continue(life, processes, fault.hold_s))
+        elif kind.deed == "drain_kill":
+            self._later(self._kill_draining(fault, life, processes))
         elif kind.deed == "slow":
             self._later(self._slow(life, fault.hold_s))
 
@@ -225,6 +229,14 @@ class Injector:
             self.moments[(kind, "idle")] += 1
         life.struck = (kind, now_s)
         self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
+
+    async def _kill_draining(self, fault: Fault, life: Life, processes: list[str]) -> None:
+        """It was told to end, and is not left the time for it."""
+        await asyncio.sleep(min(fault.hold_s, LONGEST_DRAIN_S))
+        if life.running():
+            self._record(fault.kind, life)
+        for process in processes:
+            self.signals["SIGKILL"] += life.signal(process, signal.SIGKILL)
 
     async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
         await asyncio.sleep(hold_s)

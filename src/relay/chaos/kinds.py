@@ -5,7 +5,18 @@ from typing import Literal
 
 Target = Literal["engine", "agent", "both", "role", "control", "kv"]
 Deed = Literal[
-    "kill", "terminate", "segfault", "stop", "slow", "cut", "delay", "truncate", "corrupt", "half_close", "one_way"
+    "kill",
+    "terminate",
+    "drain_kill",
+    "segfault",
+    "stop",
+    "slow",
+    "cut",
+    "delay",
+    "truncate",
+    "corrupt",
+    "half_close",
+    "one_way",
 ]
 
 
@@ -34,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "kill_role": Kind("kill", "role", 2),
     "terminate_engine": Kind("terminate", "engine", 1),
     "terminate_agent": Kind("terminate", "agent", 1),
+    "drain_kill_both": Kind("drain_kill", "both", 1),
     "segfault_engine": Kind("segfault", "engine", 2),
     "stop_engine": Kind("stop", "engine", 4),
     "stop_both": Kind("stop", "both", 3),
