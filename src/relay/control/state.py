@@ -9,7 +9,7 @@ from relay.control.budget import TokenBucket
 from relay.control.commands import Command
 from relay.control.contract import ModelInfo
 from relay.control.queue import WaitQueue
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
@@ -40,6 +40,7 @@ class ClusterState:
         self.resumes_wait_until_ns = 0  # the retry budget is used up until then
         self.alarm = ""  # the last disagreement of workers: health tells it until the gateway restarts
         self.next_transfer = first_id(config.epoch)
+        self.parked: dict[Choice, None] = {}  # whose KV waits on P for room on D
         self.rollout: list[str] = []  # workers still to be restarted, in order; the first may be on its way
         self.rollout_problem = ""  # why the last rolling restart ended early
         self.was_complete = config.was_complete

@@ -90,9 +90,13 @@ class Run(Message, tag="run"):
 
     If the worker holds an orphan of this resume key and choice, the orphan gets this name and owner, and its tokens from
     ``work``'s position on are reported.
+
+    ``park_ms`` > 0: no decode worker has room. Draw the first token only, and keep the KV pinned for so long, or until Cancel or a
+    newer attempt, which then finds the prompt computed.
     """
 
     work: Work
+    park_ms: int = 0
 
 
 class Reserve(Message, tag="reserve"):

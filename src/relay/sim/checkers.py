@@ -264,7 +264,11 @@ class Checkers:
             if engine is None:
                 continue
             for key, held in engine.core.held.by_key.items():
-                group = prefillers if held.state in (HeldState.PREFILLING, HeldState.HANDED_OFF) else runners
+                group = (
+                    prefillers
+                    if held.state in (HeldState.PREFILLING, HeldState.HANDED_OFF, HeldState.PARKED)
+                    else runners
+                )
                 other = group.setdefault(key, node.key.worker)
                 if other != node.key.worker:
                     raise Violation("I6", f"{key} is {held.state} on {other} and on {node.key.worker}")
@@ -336,7 +340,12 @@ class Checkers:
             return next_ns is not None and self._world.kernel.now_ns <= next_ns
         key = held.name
         choice = self._choice(key.request, key.choice)
-        attempt = choice.find(key.attempt) if choice is not None else None
+        if choice is None:
+            return False
+        attempt = choice.find(key.attempt)
+        parked = choice.parked
+        if parked is not None and (parked.worker, parked.attempt) == (engine.key, key.attempt) and parked.until_ns:
+            return True  # P frees it when the lease ends
         return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:

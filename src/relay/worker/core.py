@@ -30,12 +30,9 @@ from relay.transfer.contract import (
     FINISHED,
     ReceiveCompleted,
     ReceiveFailed,
-    ReceiveOrder,
     SendAcknowledged,
     SendFailed,
-    SendOrder,
 )
-from relay.transfer.frame import Handoff
 from relay.worker.announce import Announcer
 from relay.worker.commands import (
     Command,
@@ -60,7 +57,10 @@ from relay.worker.events import (
     TimerFired,
 )
 from relay.worker.held import Held, HeldEvent, HeldState
+from relay.worker.kv_counters import count_received, count_sent
+from relay.worker.orders import receive_order, send_order
 from relay.worker.orphans import Orphans
+from relay.worker.parking import PARK_TIMER, ParkingLot
 from relay.worker.report import LoadReporter
 from relay.worker.table import HeldTable
 
@@ -93,6 +93,7 @@ class WorkerCore:
         self._scheduler = scheduler
         self._digest_kv = digest_kv
         self._held = HeldTable()
+        self._parking = ParkingLot(self._held, scheduler.limits.num_blocks * scheduler.limits.block_size // 2)
         self._announcer = Announcer(scheduler, self._held)
         self._steps_in_flight = 0
         self._failures = 0  # steps that raised
@@ -133,22 +134,25 @@ class WorkerCore:
                 if event.result.error is not None:
                     self._failures += 1
                     self._announcer.start_over()
-                self._report_updates(self._scheduler.update(event.result))
+                self._report_updates(self._scheduler.update(event.result), now_ns)
             case OrderReceived(gateway, order):
                 self._obey(gateway, order, now_ns)
-            case ReceiveCompleted(transfer, handoff):
-                self._activate(transfer, handoff)
+            case ReceiveCompleted():
+                self._activate(event, now_ns)
             case ReceiveFailed(transfer, reason):
-                self._receive_failed(transfer, reason)
-            case SendAcknowledged(transfer):
+                self._transfer_failed(transfer, reason, quietly=reason == FINISHED)
+            case SendAcknowledged(transfer, stats):
+                count_sent(self._counters, stats)
                 self._send_ended(transfer)
             case SendFailed(transfer, reason, handed_off):
-                self._send_failed(transfer, reason, handed_off)
+                self._transfer_failed(transfer, reason, quietly=handed_off)
             case TimerFired(name):
                 if name == DRAIN_TIMER:
                     self._hand_back_all()
                 elif name == REPORT_TIMER:
                     self._reporter.timer_fired()
+                elif name == PARK_TIMER:
+                    self._unpark(self._parking.expired(now_ns), "lease ended")
                 elif name == ORPHANS_TIMER:
                     self._custody.expire_orphans(now_ns)
                 elif name == ALONE_TIMER and self._custody.alone(now_ns):
@@ -223,8 +227,7 @@ class WorkerCore:
             try:
                 match order:
                     case Run():
-                        self._scheduler.add(work)
-                        self._custody.hold(Held(key, key, gateway, work, HeldState.RUNNING))
+                        self._run(gateway, order, key)
                     case Reserve():
                         self._reserve(gateway, order, key)
                     case Prefill():
@@ -234,6 +237,16 @@ class WorkerCore:
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
 
+    def _run(self, gateway: int, order: Run, key: SequenceKey) -> None:
+        parks = order.park_ms > 0
+        if parks and not self._parking.admits(len(order.work.token_ids)):
+            self._refuse(gateway, order.work, "full")
+            return
+        self._scheduler.add(order.work, prefill_only=parks)
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING))
+        if parks:
+            self._parking.expect(key, order.park_ms * 1_000_000)
+
     def _reserve(self, gateway: int, order: Reserve, key: SequenceKey) -> None:
         reservation = self._scheduler.reserve(order.work)
         if reservation is None:
@@ -241,42 +254,24 @@ class WorkerCore:
             return
         cached = reservation.cached_tokens
         self._custody.hold(Held(key, key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
-        receive = ReceiveOrder(
-            transfer=order.transfer,
-            attempt=key.attempt,
-            source=order.source,
-            source_incarnation=order.source_incarnation,
-            first_token=cached,
-            num_tokens=len(order.work.token_ids),
-            block_table=tuple(reservation.block_table),
-        )
         accept = Accept(*key, transfer=order.transfer, cached_tokens=cached)
-        self._commands += [OpenReceive(receive), SendToGateway(gateway, accept)]
+        self._commands += [OpenReceive(receive_order(order, key, reservation)), SendToGateway(gateway, accept)]
 
     def _prefill(self, gateway: int, order: Prefill, key: SequenceKey) -> None:
-        num_tokens = len(order.work.token_ids)
         self._scheduler.add(order.work, prefill_only=True)
-        first = min(order.first_token, num_tokens)
+        first = min(order.first_token, len(order.work.token_ids))
         self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
-        send = SendOrder(
-            transfer=order.transfer,
-            attempt=key.attempt,
-            target=order.target,
-            target_incarnation=order.target_incarnation,
-            addresses=tuple(order.addresses),
-            first_token=first,
-            num_tokens=num_tokens,
-        )
-        self._commands.append(OpenSend(send))
+        self._commands.append(OpenSend(send_order(order, key, first)))
 
     def _refuse(self, gateway: int, work: Work, reason: RefuseReason) -> None:
         retry_after_ms = self._config.retry_after_ms if reason == "full" else 0
+        self._counters[f"refused_{reason}"] += 1
         refusal = Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)
         self._commands.append(SendToGateway(gateway, refusal))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _report_updates(self, updates: list[SequenceUpdate]) -> None:
+    def _report_updates(self, updates: list[SequenceUpdate], now_ns: int) -> None:
         """One Tokens message a gateway for the whole step."""
         entries: dict[int, list[TokenEntry]] = {}
         handoffs: list[tuple[Held, SequenceUpdate]] = []
@@ -299,12 +294,18 @@ class WorkerCore:
         for gateway, batch in entries.items():
             self._commands.append(SendToGateway(gateway, Tokens(batch)))
         for held, update in handoffs:
-            self._hand_off(held, update)
+            self._hand_off(held, update, now_ns)
 
-    def _hand_off(self, held: Held, update: SequenceUpdate) -> None:
-        """P drew the first token: pass it to D, or free D if it was also the last."""
+    def _hand_off(self, held: Held, update: SequenceUpdate, now_ns: int) -> None:
+        """P drew the first token: pass it to D, or free D if it was also the last; without a D, keep the KV."""
         if update.finish is not None:
             self._custody.drop(held, FINISHED)
+            return
+        if held.key in self._parking:
+            held.move(HeldEvent.PARKED)
+            self._counters["parked"] += 1
+            self._parking.park(held.key, now_ns)
+            self._set_park_timer()
             return
         held.move(HeldEvent.FIRST_TOKEN_DRAWN)
         if held.transfer is None:  # the transfer failed before; nobody waits for these blocks
@@ -314,15 +315,15 @@ class WorkerCore:
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _activate(self, transfer: int, handoff: Handoff) -> None:
+    def _activate(self, event: ReceiveCompleted, now_ns: int) -> None:
         """D has everything. The first token is reported again, so that it survives P and comes before D's next one."""
-        held = self._held.by_transfer.get(transfer)
+        handoff = event.handoff
+        held = self._held.by_transfer.get(event.transfer)
         if held is None or held.state is not HeldState.RESERVED:
             return
         held.move(HeldEvent.TRANSFER_COMPLETED)
         self._custody.runs(held)
-        self._counters["kv_transfers_received"] += 1
-        self._counters["kv_tokens_received"] += len(held.work.token_ids) - held.announced
+        count_received(self._counters, len(held.work.token_ids) - held.announced, event.stats)
         self._held.end_transfer(held)
         token = SampledToken(handoff.token_id, handoff.logprob, handoff.top)
         updates = self._scheduler.activate(held.key, token)
@@ -337,16 +338,7 @@ class WorkerCore:
             first.finish = updates[0].finish
             first.block_table = updates[0].block_table
             first.num_computed = updates[0].num_computed
-        self._report_updates([first])
-
-    def _receive_failed(self, transfer: int, reason: str) -> None:
-        held = self._held.by_transfer.get(transfer)
-        if held is None:
-            return
-        if reason == FINISHED:
-            self._custody.drop(held, reason)
-        else:
-            self._custody.fail(held, reason, retry=True)
+        self._report_updates([first], now_ns)
 
     def _send_ended(self, transfer: int) -> None:
         held = self._held.by_transfer.get(transfer)
@@ -354,22 +346,35 @@ class WorkerCore:
             self._scheduler.release(held.key)
             self._custody.forget(held)
 
-    def _send_failed(self, transfer: int, reason: str, handed_off: bool) -> None:
-        """Before the handoff left, the attempt has failed; after it D's word counts and P only frees."""
+    def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
+        """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
         if held is None:
             return
-        if handed_off:
+        if quietly:
             self._custody.drop(held, reason)
         else:
             self._custody.fail(held, reason, retry=True)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
+    def _unpark(self, parked: list[Held], reason: str) -> None:
+        """Free what is parked; whoever comes for it computes it again."""
+        for held in parked:
+            self._counters["parked_in_vain"] += 1
+            self._custody.drop(held, reason)
+        self._set_park_timer()
+
+    def _set_park_timer(self) -> None:
+        at_ns = self._parking.next_end_ns()
+        if at_ns is not None:
+            self._commands.append(SetTimer(PARK_TIMER, at_ns))
+
     def _drain(self, now_ns: int) -> None:
         if not self._draining:
             self._draining = True
             self._custody.abandon_orphans()
+            self._unpark(self._parking.all(), "draining")
             self._commands.append(SetTimer(DRAIN_TIMER, now_ns + self._config.drain_timeout_ns))
 
     def _hand_back_all(self) -> None:

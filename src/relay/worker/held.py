@@ -12,16 +12,19 @@ class HeldState(StrEnum):
     RUNNING = "running"  # computing here, tokens go to the gateway
     PREFILLING = "prefilling"  # P: until the first token is drawn
     HANDED_OFF = "handed_off"  # P: until D acknowledges
+    PARKED = "parked"  # P: computed, until a D has room or the lease ends
     RESERVED = "reserved"  # D: until the KV is complete
 
 
 class HeldEvent(StrEnum):
     FIRST_TOKEN_DRAWN = "first_token_drawn"
     TRANSFER_COMPLETED = "transfer_completed"
+    PARKED = "parked"
 
 
 TRANSITIONS: dict[tuple[HeldState, HeldEvent], HeldState] = {
     (HeldState.PREFILLING, HeldEvent.FIRST_TOKEN_DRAWN): HeldState.HANDED_OFF,
+    (HeldState.PREFILLING, HeldEvent.PARKED): HeldState.PARKED,
     (HeldState.RESERVED, HeldEvent.TRANSFER_COMPLETED): HeldState.RUNNING,
 }
 """Every state also ends, by finish, failure, cancellation or acknowledgement: the sequence is then held no more."""
