@@ -6,9 +6,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from relay.chaos import leaks
-from relay.chaos.client import Outcome, ask
+from relay.chaos.client import Outcome, ask, order
 from relay.chaos.faults import Injector
 from relay.chaos.kinds import KINDS
 from relay.chaos.plan import draw_plan
@@ -51,9 +52,10 @@ class Cell:
         worker_port = free_port()
         self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
         self._worker_port = worker_port
-        self._injector = Injector(self._proxy, self._resumes, say)
+        self._injector = Injector(self._proxy, self._resumes, say, self._order)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
+        self._server: Server | None = None
         self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
         self._started = self._running_now = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
@@ -79,6 +81,7 @@ class Cell:
                 f"tcp://{host}:{port}",
             ]
         )
+        self._server = server
         try:
             await server.start()
             await self._all_ready()
@@ -95,6 +98,10 @@ class Cell:
             self._result.problems += [f"server: {line}" for line in list(server.log)[-400:]]
         self._result.seconds = round(time.monotonic() - began_s, 1)
         return self._result
+
+    async def _order(self, what: str, body: dict[str, Any]) -> int:
+        assert self._server is not None
+        return await order(self._server.host, self._server.port, what, body)
 
     async def _all_ready(self) -> None:
         while len(self._proxy.lives) < self._shape.size or not all(life.ready for life in self._proxy.lives.values()):

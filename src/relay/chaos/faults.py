@@ -20,6 +20,7 @@ BUSY_PATIENCE_S = 2.0
 KV_PATIENCE_S = 8.0
 VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
+ORDER_TAKEN = 202
 LONGEST_DRAIN_S = 0.4
 INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
@@ -36,7 +37,11 @@ _SIGNALS = {
 class Injector:
     """``run`` works a plan off; ``done`` counts what was really done."""
 
-    def __init__(self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None], order: Callable[[str, Any], Awaitable[int]]
+    ) -> None:
+        """``order``: give the server an operator's order; returns the status of its answer."""
+        self._order = order
         self._proxy = proxy
         self._resumes = resumes
         self._say = say
@@ -76,6 +81,10 @@ class Injector:
                 replace(fault, kind=INSTEAD),
                 KINDS[INSTEAD],
             )  # no request is left that would use a KV connection
+        elif kind.deed in ("leave", "roll"):
+            if await self._leave(fault, kind):
+                return
+            fault, kind = replace(fault, kind=INSTEAD), KINDS[INSTEAD]  # it has such an order already
         elif fault.moment and await self._at_moment(fault, kind):
             return
         life = await self._victim(fault)
@@ -86,6 +95,19 @@ class Injector:
         pending = self._strike_now(fault, kind, life)
         if pending is not None:
             await pending
+
+    async def _leave(self, fault: Fault, kind: Kind) -> bool:
+        """Order a worker, or one after another, to be restarted; False when the server can't now."""
+        life = await self._victim(fault)
+        if life is None:
+            return False
+        body = {"rolling": True} if kind.deed == "roll" else {"workers": [life.worker]}
+        if await self._order("restart", body) != ORDER_TAKEN:
+            return False
+        self._record(fault.kind, life)
+        life.draining = True
+        self.by_kind[fault.kind] += 1
+        return True
 
     async def _until(self, happened: "asyncio.Future[Any]", patience_s: float) -> bool:
         """Wait while requests run; False when ``patience_s`` is over, or no request is left."""

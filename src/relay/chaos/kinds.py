@@ -8,6 +8,8 @@ Deed = Literal[
     "kill",
     "terminate",
     "drain_kill",
+    "leave",
+    "roll",
     "segfault",
     "stop",
     "slow",
@@ -22,7 +24,8 @@ Deed = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``target``: processes of one worker, every engine of one role, a control connection, or a KV connection between workers."""
+    """``leave`` and ``roll`` are an operator's orders. ``target``: processes of one worker, every engine of one role, a control
+    connection, or a KV connection between workers."""
 
     deed: Deed
     target: Target
@@ -45,6 +48,8 @@ KINDS: dict[str, Kind] = {
     "kill_role": Kind("kill", "role", 2),
     "terminate_engine": Kind("terminate", "engine", 1),
     "terminate_agent": Kind("terminate", "agent", 1),
+    "restart_worker": Kind("leave", "engine", 1),
+    "restart_rolling": Kind("roll", "engine", 1),
     "drain_kill_both": Kind("drain_kill", "both", 1),
     "segfault_engine": Kind("segfault", "engine", 2),
     "stop_engine": Kind("stop", "engine", 4),
