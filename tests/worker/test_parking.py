@@ -81,7 +81,8 @@ def test_the_lease_ends_it(world, pair):
     p.fire_timers()
     settle(p)
     assert not p.core.held
-    assert held.key not in p.scheduler.keys()
+    keys = p.scheduler.keys()
+    assert held.key not in keys
     assert p.scheduler.load().kv_used < used
 
 

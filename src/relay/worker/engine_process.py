@@ -100,11 +100,12 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port)
     transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port),
+        wires,
         checksum=engine.checksum,
         clock=clock,
     )
@@ -132,6 +133,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         role=spec.role,
         host=host_identity(),
         kv_addresses=transport.addresses,
+        transports=tuple(wire.scheme for wire in wires),
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,
