@@ -161,20 +161,12 @@ class FakeWorker:
         return order
 
     def handoff(self, key: SequenceKey, transfer: int) -> None:
-        """D gets everything of ``key``: KV and first token, which it reports again."""
+        """D gets everything of ``key``: KV and first token, which it reports too."""
         sequence = self.sequences.get(key)
         if sequence is None or sequence.transfer != transfer or sequence.runnable:
             return
-        work = sequence.work
-        token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
-        finish = finish_of(token, len(sequence.tokens) + 1, work.params)
-        first = TokenEntry(work.request, work.choice, work.attempt, len(sequence.tokens), [token], finish)
-        self.out.append(Tokens([first]))
-        sequence.tokens.append(token)
-        if finish:
-            del self.sequences[key]
-        else:
-            sequence.runnable = True
+        sequence.runnable = True
+        self.out.append(Tokens([self._advance(key, sequence)]))
 
     def _advance(self, key: SequenceKey, sequence: Sequence) -> TokenEntry:
         work = sequence.work

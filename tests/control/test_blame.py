@@ -299,6 +299,17 @@ def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     assert world.clients[1].finished
 
 
+def test_a_crash_in_the_middle_of_a_prompt_counts() -> None:
+    """Found by `relay chaos --poison`: a prompt computed in several steps was taken for proof that its first part is harmless."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    for blames in (1, 2):
+        crash(world, 1, end=8)
+        assert world.core.state.requests[1].suspicion.blames == blames
+    crash(world, 1, alone=True, end=8)
+    assert world.clients[1].failure.code == "quarantined"
+
+
 def test_a_slow_end_is_waited_for() -> None:
     """Found by `relay chaos --poison`: between an engine's last byte and its exit lay 0.2 s on a busy machine; a blame was lost."""
     world = World(first, MANY).ready()

@@ -55,8 +55,8 @@ class Gateway:
     def say(self, worker, message, incarnation=1):
         return self.handle(e.WorkerMessage(WorkerKey(worker, incarnation), message))
 
-    def submit(self, request, key=KEY, prompt=LONG, n=1):
-        submission = Submission(list(prompt), SamplingParams(max_tokens=8, seed=1), n, resume_key=key)
+    def submit(self, request, key=KEY, prompt=LONG, n=1, returns=False):
+        submission = Submission(list(prompt), SamplingParams(max_tokens=8, seed=1), n, resume_key=key, returns=returns)
         return self.handle(e.RequestSubmitted(request, submission))
 
     def lose(self, worker, process, incarnation=1):
@@ -103,10 +103,23 @@ def test_it_is_taken_over_once(gateway):
 
 
 def test_choices_are_taken_over_one_by_one(gateway):
-    gateway.say("decode-1", Orphans([(KEY, 1)]))
+    gateway.say("decode-1", Orphans([(KEY, 0)]))
+    gateway.say("decode-0", Orphans([(KEY, 1)]))
     placed = {order.work.choice: (worker, type(order)) for worker, order in orders(gateway.submit(5, n=2))}
-    assert placed[1] == ("decode-1", Run)
-    assert placed[0][1] is Reserve
+    assert placed == {0: ("decode-1", Run), 1: ("decode-0", Run)}
+
+
+def test_a_client_that_came_back_waits_a_moment_for_news(gateway):
+    assert orders(gateway.submit(5, returns=True)) == []
+    ((worker, order),) = orders(gateway.say("decode-1", Orphans([(KEY, 0)])))
+    assert (worker, type(order)) == ("decode-1", Run)
+
+
+def test_and_is_computed_anew_without_any(gateway):
+    assert orders(gateway.submit(5, returns=True)) == []
+    gateway.now_ns = SECOND // 10
+    ((_, order),) = orders(gateway.handle(e.TimerFired(("tick", ""))))
+    assert isinstance(order, Reserve)
 
 
 @pytest.mark.parametrize("key", [b"", b"o" * 16])

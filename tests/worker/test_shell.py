@@ -47,7 +47,7 @@ class LiveWorker:
         steps = StepThread(runner, self.transport, LAYERS, page, inbox.post, clock)
         steps.start()
         hello = Hello(process="engine", worker=name, incarnation=1, pid=1)
-        links = GatewayLinks([address_of(listener)], GatewayToEngine, lambda: hello, clock, again=False)
+        links = GatewayLinks([address_of(listener)], GatewayToEngine, lambda: hello, clock.now_ns, again=False)
         links.dial_first()
         _, self.gateway = accept_hello(listener)
         self.ended = None

@@ -128,6 +128,7 @@ class Context:
             request.cache_salt or "",
             bool(request.relay_capture),
             resume_key=resume.resume_key(self.gateway.model.model_digest, prompt),
+            returns=resume.consumed is not None,
             numerics_id=resume.numerics_id,
         )
 

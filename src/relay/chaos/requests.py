@@ -117,7 +117,7 @@ def _words(dice: random.Random, count: int) -> str:
 
 
 POISON_ID = 319  # any token: it takes four of them in a row to kill an engine that was told to die of it
-POISON_RUN = 8
+POISON_RUN = 40  # however a prompt is cut into steps, four come together
 
 
 def poison_requests(seed: int, count: int, model: str) -> list[ChatOrCompletion]:

@@ -3,7 +3,7 @@
 No clock, socket, randomness or environment: the same object runs under asyncio (``shell.py``), under tests and under a simulator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from relay.config import SECOND, ControlConfig
@@ -144,6 +144,11 @@ class GatewayCore:
         state.requests[request.id] = request
         state.counters["requests"] += 1
         state.counters["prompt_tokens"] += len(event.submission.token_ids) * event.submission.n
+        if state.config.shared_workers and event.submission.returns:
+            wait_ns = int(state.config.adopt_wait_s * SECOND)
+            for choice in request.choices:
+                choice.not_before_ns = now_ns + wait_ns
+            self._orphans_known(request.choices)
         self._dispatcher.submit(request)
 
     def _cancelled(self, event: RequestCancelled, now_ns: int) -> None:
@@ -196,6 +201,16 @@ class GatewayCore:
     def _orphans(self, worker: Worker, message: Orphans, now_ns: int) -> None:
         worker.orphans = dict.fromkeys(message.keys)
         self.state.changed = True
+        if worker.orphans:
+            self._orphans_known(self.state.queue)
+
+    def _orphans_known(self, choices: Iterable[Choice]) -> None:
+        """Those of ``choices`` that some worker computes already need not wait for that news."""
+        held = [worker.orphans for worker in self.state.workers.values()]
+        for choice in choices:
+            key = (choice.request.submission.resume_key, choice.index)
+            if any(key in orphans for orphans in held):
+                choice.not_before_ns = 0
 
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
         self._membership.leaving.said(worker, now_ns)

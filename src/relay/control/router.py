@@ -62,6 +62,9 @@ class Router:
         suspicion = request.suspicion
         if suspicion.unexplained and suspicion.total >= self._state.config.retry.max_blames - 1:
             return None  # whether it must run alone is about to be known
+        holder = self._holder(choice)
+        if holder is not None:
+            return Placement(holder, None, 1, 0)
         placement = self._place(choice, now_ns)
         if placement is None or len(request.choices) == 1:
             return placement
@@ -86,9 +89,6 @@ class Router:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
         if not ready and choice.numerics_id is not None:
             ready = [worker for worker in self._state.last_of_their_kind() if self._may_serve(worker, choice)]
-        holder = self._holder(ready, choice)
-        if holder is not None:
-            return Placement(holder, None, 1, 0)
         return self._parked(ready, choice, now_ns) or self._among(ready, choice, now_ns)
 
     def _parked(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
@@ -102,13 +102,14 @@ class Router:
         home = self._cheapest(prefillers, uncached, allowance, lambda worker: worker.has_room)
         return None if home is None else Placement(home, None, uncached[home.id], 0, parks=True)
 
-    @staticmethod
-    def _holder(ready: list[Worker], choice: Choice) -> Worker | None:
+    def _holder(self, choice: Choice) -> Worker | None:
         """A worker that computes ``choice`` already, for a gateway that is gone."""
         key = (choice.request.submission.resume_key, choice.index)
         if not key[0]:
             return None
-        return next((worker for worker in ready if key in worker.orphans and worker.has_room), None)
+        ready = self._state.ready_workers()
+        fits = (w for w in ready if key in w.orphans and w.has_room and self._may_serve(w, choice))
+        return next(fits, None)
 
     def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:
         """A second placement beside ``attempt``: other workers of the same numerics that nothing speaks against, or None."""

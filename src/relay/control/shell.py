@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -104,6 +106,8 @@ class GatewayShell:
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
         self.gave_up: WorkerGaveUp | None = None
+        config = core.state.config
+        self.gateways: list[dict[str, object]] = [{"id": config.gateway, "epoch": config.epoch, "pid": os.getpid()}]
         self.address = ""  # "tcp://host:port" for workers, after ``listen``
         self._handlers: dict[type, Callable[[Any], None]] = {
             Deliver: self._deliver,
@@ -127,10 +131,13 @@ class GatewayShell:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Open the workers' listener; returns its address for their specs."""
+    async def listen(self, host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None) -> str:
+        """Open the workers' listener, or take ``listener``; returns its address for their specs."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_connection, host, port)
+        if listener is not None:
+            self._server = await loop.create_server(self._new_connection, sock=listener)
+        else:
+            self._server = await loop.create_server(self._new_connection, host, port)
         bound = self._server.sockets[0].getsockname()
         self.address = f"tcp://{bound[0]}:{bound[1]}"
         return self.address
@@ -224,7 +231,8 @@ class GatewayShell:
         return self._core.health(self._now_ns())
 
     def status(self) -> dict[str, object]:
-        return self._core.status(self._now_ns())
+        mine = {"gateway": self._core.state.config.gateway, "gateways": self.gateways}
+        return self._core.status(self._now_ns()) | mine
 
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
         return self._core.metrics(self._now_ns())

@@ -71,7 +71,7 @@ class Client:
         self.request, self.gateway = request, gateway
         self.answers = [[] for _ in range(self.submission.n)]
         known = [ids[0] for ids, seen in zip(self.numerics, self.tokens, strict=True) if seen]
-        return replace(self.submission, numerics_id=known[0] if known else "")
+        return replace(self.submission, returns=True, numerics_id=known[0] if known else "")
 
     @property
     def open(self) -> bool:
@@ -108,8 +108,7 @@ class Client:
         if not agreeing:
             oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
             raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
-        self.numerics[choice] = agreeing
-        self._check_logprobs(delivery, name)
+        agreeing = self.numerics[choice] = self._agreeing_logprobs(delivery, agreeing, name)
         if delivery.finish is not None:
             oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
             if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
@@ -118,14 +117,20 @@ class Client:
                 )
             self.finished[choice] = delivery.finish
 
-    def _check_logprobs(self, delivery: Delivery, name: str) -> None:
+    def _agreeing_logprobs(self, delivery: Delivery, known: list[str], name: str) -> list[str]:
+        """Those of the numerics ids ``known``, whose tokens agree, whose logprobs do too. Few tokens may agree by chance."""
         if self.submission.params.logprobs is None:
-            return
+            return known
         first, last = delivery.position, delivery.position + len(delivery.token_ids)
-        oracle = self.oracles.get(self.request, self.submission, delivery.choice, self.numerics[delivery.choice][0])
-        wanted, given = oracle.logprobs[first:last], delivery.logprobs or []
-        if [(logprob, list(top)) for logprob, top in given] != wanted:
+        given = [(logprob, list(top)) for logprob, top in delivery.logprobs or []]
+        wanted = {
+            numerics: self.oracles.get(self.request, self.submission, delivery.choice, numerics).logprobs[first:last]
+            for numerics in known
+        }
+        agreeing = [numerics for numerics in known if wanted[numerics] == given]
+        if not agreeing:
             raise Violation("I1", f"{name}: logprobs {given} from position {first} on, the oracle says {wanted}")
+        return agreeing
 
     def end(self, failure: RequestFailure | None) -> None:
         if self.ended:

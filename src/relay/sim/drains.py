@@ -15,7 +15,7 @@ from relay.sim.kernel import Violation
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-SLACK_NS = SECOND // 2
+SLACK_NS = SECOND // 50  # the timer was set, and what it does takes one turn of the loop
 
 
 class Drains:

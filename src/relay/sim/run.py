@@ -135,7 +135,7 @@ def _failure(tape: Tape, world: World | None, invariant: str, text: str, scenari
         seed=tape.seed,
         invariant=invariant,
         text=text,
-        now_ns=kernel.now_ns if kernel else 0,
+        now_ns=kernel.now_ns - kernel.origin_ns if kernel else 0,
         events=kernel.events if kernel else 0,
         story=world.story(STORY_LINES) if world else [],
         edits=tape.edits,

@@ -69,6 +69,7 @@ class Swarm:
     mean_arrival_ms: int
     requests: int
     chaos_ms: int
+    clock_ns: int  # where the monotonic clock stands at the beginning
     poison: int  # requests that crash every engine
     poison_hangs: bool = False  # or keep its step from ending
     gateways: tuple[str, ...] = ("gateway",)
@@ -118,6 +119,7 @@ def draw(tape: Tape) -> Swarm:
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
         poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
         poison_hangs=tape.chance(300, "poison hangs"),
+        clock_ns=of((1, 3600, 1_000_000_000), "clock") * 1000 * MS,  # whole windows of the breakers
     )
 
 

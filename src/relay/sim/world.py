@@ -48,6 +48,7 @@ class World:
         self.kernel = Kernel(tape)
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
+        self.kernel.begin(self.swarm.clock_ns)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -55,6 +56,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
+        self.last_fault_ns = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.num_poison = 0
@@ -327,7 +329,9 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += kind not in HARMLESS
+            if kind not in HARMLESS:
+                self.num_faults += 1
+                self.last_fault_ns = self.kernel.now_ns
             self.kernel.tell("{}: {}", name, kind)
         return done
 

@@ -91,6 +91,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.transfer.wire import open_wires
     from relay.worker.control_link import LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
+    from relay.worker.device import flow_of
     from relay.worker.engine_shell import EngineShell
     from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
@@ -100,12 +101,14 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
-    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port)
+    flow = flow_of(spec.backend)
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes)
     transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
         wires,
+        flow.limits,
         checksum=engine.checksum,
         clock=clock,
     )
@@ -145,7 +148,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     def say_hello() -> Hello:
         return msgspec.structs.replace(hello, orphans=core.orphans.keys())
 
-    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock, again=spec.orphan_hold_s > 0)
+    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock.now_ns, again=spec.orphan_hold_s > 0)
     try:
         links.dial_first()
     except LinkLost as error:

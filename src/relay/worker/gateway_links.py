@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from relay.clock import Clock
 from relay.protocol.messages import Message, Rejected, Welcome
 from relay.worker.control_link import ControlLink, LinkLost
 
@@ -56,12 +55,18 @@ class GatewayLinks:
     """``hello`` makes the first message of each connection; ``incoming`` is the union of messages to expect."""
 
     def __init__(
-        self, addresses: Sequence[str], incoming: Any, hello: Callable[[], Message], clock: Clock, *, again: bool
+        self,
+        addresses: Sequence[str],
+        incoming: Any,
+        hello: Callable[[], Message],
+        now_ns: Callable[[], int],
+        *,
+        again: bool,
     ) -> None:
         self._gateways = [_Gateway(address) for address in addresses]
         self._incoming = incoming
         self._hello = hello
-        self._clock = clock
+        self._now_ns = now_ns
         self._again = again
         self._numbers = 0
         self._lost: list[Lost] = []
@@ -95,7 +100,7 @@ class GatewayLinks:
         """Dial what is due."""
         if not self._again:
             return
-        now_ns = self._clock.now_ns()
+        now_ns = self._now_ns()
         for gateway in self._gateways:
             if gateway.link is not None and not gateway.welcome and now_ns >= gateway.dialled_ns + WELCOME_NS:
                 self._end(gateway, f"{gateway.address} does not answer")
@@ -127,6 +132,11 @@ class GatewayLinks:
         except LinkLost as error:
             self._end(gateway, str(error))
         return events
+
+    @property
+    def num_welcomed(self) -> int:
+        """Gateways that are there."""
+        return sum(gateway.welcome for gateway in self._gateways)
 
     def take_lost(self) -> list[Lost]:
         """Connections that have ended since the last call, those that a ``send`` found included."""
@@ -170,7 +180,7 @@ class GatewayLinks:
         self._numbers += 1
         gateway.connection = self._numbers
         gateway.welcome = False
-        gateway.dialled_ns = self._clock.now_ns()
+        gateway.dialled_ns = self._now_ns()
         gateway.link = ControlLink(gateway.address, self._incoming, wait=wait)
         if self._selector is not None:
             self._selector.register(gateway.link, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -183,5 +193,5 @@ class GatewayLinks:
                 self._selector.unregister(link)
             link.close()
         self._lost.append(Lost(gateway.connection, reason))
-        gateway.dial_ns = self._clock.now_ns() + gateway.delay_ns
+        gateway.dial_ns = self._now_ns() + gateway.delay_ns
         gateway.delay_ns = min(2 * gateway.delay_ns, MAX_REDIAL_NS)

@@ -45,7 +45,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     orphan_hold_s: float = (
         0.0  # live on without any gateway, and keep what a lost one ordered, for so long; 0: end with it
     )
-    launcher_pid: int = 0  # end with this process, on the same machine; 0: with none
 
 
 def encode_spec(spec: WorkerSpec) -> str:
