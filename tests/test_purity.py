@@ -63,6 +63,7 @@ PURE = [
     "sim/leaks.py",
     "sim/moments.py",
     "sim/network.py",
+    "sim/outages.py",
     "sim/plan.py",
     "sim/planted",
     "sim/process.py",

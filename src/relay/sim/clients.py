@@ -48,6 +48,7 @@ class Client:
     cancelled: bool = False
     deceived: bool = False  # a machine is wrong on purpose, and the client cannot know
     failure: RequestFailure | None = None
+    unread: int | None = None  # tokens written for a slow reader; None: it reads at once
 
     def begin(self, numerics: list[str]) -> None:
         self.tokens = [[] for _ in range(self.submission.n)]

@@ -20,13 +20,19 @@ IMPOSSIBLE: dict[Cell, str] = {
         (fault, moments.IDLE): "a KV frame is damaged on its way between two workers that wait for it"
         for fault in KV_DAMAGE
     },
-    ("client_disconnect", moments.IDLE): "a client that disconnects has a request",
+    **{
+        (fault, moments.IDLE): "a client that disconnects has a request"
+        for fault in ("client_disconnect", "slow_reader", "client_retry")
+    },
 }
 """Cells that cannot occur, with the reason."""
 
 SOMETIMES = (
+    "a hung engine is noticed",
     "a step of one row raised",
     "a step of several rows raised",
+    "an engine crashed on its start",
+    "control message repeated",
     "failed: deadline_exceeded",
     "failed: engine_error",
     "failed: numerics_changed",
@@ -39,6 +45,7 @@ SOMETIMES = (
     "preempted",
     "refused: context_length_exceeded",
     "refused: queue_full",
+    "slow reader let go",
     "stale message",
     "stop string",
     "zombie",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from relay.sim.gateway import HOST
+from relay.sim.outages import OUTAGES
 from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
@@ -269,4 +270,5 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "step_error": _step_error,
     "new_numerics": _new_numerics,
     "stranger": visit,
+    **OUTAGES,
 }

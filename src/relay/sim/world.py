@@ -21,6 +21,7 @@ from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
+from relay.sim.outages import unread
 from relay.sim.plan import Planned
 from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
@@ -56,6 +57,7 @@ class World:
         self.num_faults = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
+        self.crashing_starts: Counter[str] = Counter()  # worker → how many of its next starts crash
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
@@ -218,6 +220,8 @@ class World:
                 client = self.clients[request]
                 if client.open and delivery.choice not in client.stopped:
                     client.deliver(delivery)
+                    if client.unread is not None:
+                        unread(self, client, len(delivery.token_ids))
                     self._maybe_stop(client, delivery.choice)
             case c.Fail(request, failure) | c.Refuse(request, failure):
                 client = self.clients[request]
@@ -261,7 +265,9 @@ class World:
             self.gateway.launcher_exited,
             self._observe,
             self.poisoned,
+            start_crashes=self.crashing_starts[key.worker] > 0,
         )
+        self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
     def _stop(self, key: WorkerKey, kill: bool) -> None:
         worker = self.workers.get(key.worker)
@@ -373,6 +379,7 @@ class World:
         self.kernel.tell("everything heals")
         self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
         self.network.lose_next_kv = self.network.repeat_next_kv = 0
+        self.network.repeat_next_control.clear()
         for node in self.workers.values():
             if node.running is not None:
                 node.running.fail_rows = 0

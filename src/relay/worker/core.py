@@ -183,6 +183,8 @@ class WorkerCore:
                     if held.key.attempt >= key.attempt:
                         return  # fenced: an old attempt, or the same message again
                     self._drop(held, "superseded")
+                elif self._held.is_over(gateway, key):
+                    return
                 self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:
