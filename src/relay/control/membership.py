@@ -187,6 +187,8 @@ class Membership:
         worker.suspect = worker.slow = False
         worker.forget_cache()
         self._blame.long_step(worker, ())
+        for request in list(worker.watched):
+            worker.unwatch(request)
         if not fence:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
@@ -257,8 +259,7 @@ class Membership:
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0
-        if beat.manifest or worker.long_step:
-            self._blame.long_step(worker, beat.manifest)
+        self._blame.heard(worker, beat)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
             how = f"no progress in a step for {beat.phase_age_ms} ms"

@@ -79,8 +79,8 @@ class Client:
         if not agreeing:
             oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
             raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
-        self.numerics[choice] = agreeing
-        self._check_logprobs(delivery, name)
+        self.numerics[choice] = self._agreeing_logprobs(delivery, agreeing, name)
+        agreeing = self.numerics[choice]
         if delivery.finish is not None:
             oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
             if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
@@ -89,14 +89,20 @@ class Client:
                 )
             self.finished[choice] = delivery.finish
 
-    def _check_logprobs(self, delivery: Delivery, name: str) -> None:
+    def _agreeing_logprobs(self, delivery: Delivery, agreeing: list[str], name: str) -> list[str]:
+        """Those whose oracle has these logprobs too: two of them may draw the same token."""
         if self.submission.params.logprobs is None:
-            return
+            return agreeing
         first, last = delivery.position, delivery.position + len(delivery.token_ids)
-        oracle = self.oracles.get(self.request, self.submission, delivery.choice, self.numerics[delivery.choice][0])
-        wanted, given = oracle.logprobs[first:last], delivery.logprobs or []
-        if [(logprob, list(top)) for logprob, top in given] != wanted:
+        given = [(logprob, list(top)) for logprob, top in delivery.logprobs or []]
+        wanted = {
+            numerics: self.oracles.get(self.request, self.submission, delivery.choice, numerics).logprobs[first:last]
+            for numerics in agreeing
+        }
+        found = [numerics for numerics in agreeing if wanted[numerics] == given]
+        if not found:
             raise Violation("I1", f"{name}: logprobs {given} from position {first} on, the oracle says {wanted}")
+        return found
 
     def end(self, failure: RequestFailure | None) -> None:
         if self.ended:
