@@ -161,6 +161,27 @@ def test_until_its_first_token_a_request_is_on_one_engine(n: int) -> None:
     assert all(client.finished for client in world.clients.values())
 
 
+def test_hedges_of_choices_share_one_other_engine_until_the_first_token() -> None:
+    """Found by `relay sim --seed 4919`: the hedges of two choices of a hanging request hung two more engines at once."""
+    world = World(first, MANY).ready()
+    world.submit(LONG, n=3)
+    request = world.core.state.requests[1]
+    router = world.core._dispatcher._router
+    taken = set()
+    for choice in request.choices:
+        (attempt,) = choice.attempts
+        attempt.decode.suspect = True
+        for worker in world.core.state.workers.values():  # load that would spread them
+            worker.backlog_tokens += 1000 * (worker.id in taken)
+        placement = router.choose_hedge(attempt, world.now_ns)
+        for worker in world.core.state.workers.values():
+            worker.backlog_tokens = sum(worker.live.values())
+        if placement is not None:
+            world.core._dispatcher.hedge(attempt, placement, world.now_ns)
+            taken.add(placement.decode.id)
+    assert len(taken) == 1
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()

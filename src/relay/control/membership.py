@@ -29,6 +29,7 @@ from relay.protocol.messages import (
     Hello,
 )
 
+SIGNALLED = 128
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
@@ -155,6 +156,8 @@ class Membership:
         restart = self._state.config.restart
         end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
         status, signal = (end.status, end.signal) if end else (None, None)
+        if status is not None and status > SIGNALLED:  # an agent ends with its engine's signal as a shell would say it
+            signal, status = status - SIGNALLED, None
         if worker.served and signal in KILL_SIGNALS:
             worker.failures = min(worker.failures, 1)  # however often it is killed: that is no crash loop
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
