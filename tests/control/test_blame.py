@@ -339,10 +339,33 @@ def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     for _ in range(2):
         world.handle(e.ConnectionLost(choice.attempts[0].decode.key, "engine", "EOF"))
     assert choice.state is ChoiceState.WAITING
-    world.advance(until_ns=world.now_ns + SECOND)
+    world.advance(until_ns=world.now_ns + 2 * SECOND)
     assert choice.request.suspicion.total == 0
     world.settle()
     assert world.clients[1].finished
+
+
+def test_a_crash_in_the_middle_of_a_prompt_counts() -> None:
+    """Found by `relay chaos --poison`: a prompt computed in several steps was taken for proof that its first part is harmless."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    for blames in (1, 2):
+        crash(world, 1, end=8)
+        assert world.core.state.requests[1].suspicion.blames == blames
+    crash(world, 1, alone=True, end=8)
+    assert world.clients[1].failure.code == "quarantined"
+
+
+def test_a_slow_end_is_waited_for() -> None:
+    """Found by `relay chaos --poison`: between an engine's last byte and its exit lay 0.2 s on a busy machine; a blame was lost."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    key = holder(world, 1)
+    world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    world.advance(until_ns=world.now_ns + SECOND // 2)
+    assert world.core.state.requests[1].suspicion.total == 1
+    report(world, key, (1, 0, 20), alone=True)
+    assert world.core.state.requests[1].suspicion.blames == 1
 
 
 def test_an_engines_eof_after_the_exit_does_not_silence_its_agent() -> None:

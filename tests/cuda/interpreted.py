@@ -17,9 +17,11 @@ from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.kv_copy import copy_kv
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
@@ -28,6 +30,8 @@ from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.sampler import SlotState, draw
+from relay.models.config import ModelConfig, RopeConfig
+from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 
 BLOCK = 16
@@ -284,6 +288,7 @@ def check_backend() -> None:
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+        mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
         backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
@@ -331,6 +336,11 @@ def check_backend() -> None:
             backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
             assert any(raw)
             assert again == raw, f"layer {layer}"
+            staged = bytearray(len(raw))
+            backend.collect(layer, np.array([23, 24], np.int32), 0, 21, memoryview(raw)).wait()
+            copy = backend.stage(layer, np.array([23, 24], np.int32), 0, 21, memoryview(staged))
+            copy.wait()
+            assert staged == raw, f"staged layer {layer}"
         assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
         backend.close()
 
@@ -346,7 +356,32 @@ def check_limits() -> None:
     raise AssertionError("a wrong draw passed the start-up test")
 
 
+def check_baseline() -> None:
+    """The plain kernels: a product near torch's, a prompt in one step near the same prompt in two."""
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (9, 33))
+    assert torch.allclose(plain_linear(x, w).float(), x.float() @ w.float().T, rtol=2**-6, atol=2**-6)
+    config = ModelConfig(
+        architecture="llama", vocab=50, hidden=64, intermediate=96, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=32, rms_eps=1e-5, max_positions=64, rope=RopeConfig(theta=1e4), tied_embeddings=True,
+    )  # fmt: skip
+    program = build_program(config)
+    matrices, vectors = shapes_of(program)
+    plain = PlainModel(
+        program,
+        {n: (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).bfloat16() for n, shape in matrices.items()},
+        {n: torch.rand(*shape, generator=generator) for n, shape in vectors.items()},
+        1,
+        40,
+    )
+    ids = torch.tensor([[3, 8, 1, 44, 20, 9]])
+    whole = plain.step(ids, 0).float()
+    plain.step(ids[:, :5], 0)
+    assert torch.allclose(plain.step(ids[:, 5:], 5).float(), whole, rtol=2**-4, atol=2**-4)
+
+
 CHECKS = {
+    "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
     "linear": check_linear,

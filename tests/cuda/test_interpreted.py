@@ -17,7 +17,9 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
     pytest.skip("Triton 3.6's interpreter needs numpy < 2.4", allow_module_level=True)
 
 
-@pytest.mark.parametrize("check", ["linear", "attention", "sampler", "limits", "kv_copy", "program", "backend"])
+@pytest.mark.parametrize(
+    "check", ["linear", "attention", "sampler", "limits", "kv_copy", "program", "backend", "baseline"]
+)
 def test_interpreted(check: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(

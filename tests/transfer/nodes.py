@@ -26,8 +26,8 @@ WAIT_S = 20
 class Node:
     """One engine: its store, its transport, the events it told."""
 
-    def __init__(self, name, scheme, network=None, seed=None, incarnation=1, limits=SMALL, **other):
-        self.store = ArrayStore(seed=seed)
+    def __init__(self, name, scheme, network=None, seed=None, incarnation=1, limits=SMALL, store=None, **other):
+        self.store = store or ArrayStore(seed=seed)
         self.events = queue.Queue()
         self.network = network
         who = identity(name, incarnation, **other)

@@ -255,7 +255,7 @@ def test_a_handoff_that_could_never_leave_ends_the_transfer():
     machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, LIMITS, 0)
     machine.written(0, 0, TOKENS)
     machine.written(1, 0, 5)
-    machine.hand_off(HANDOFF)
+    machine.hand_off(HANDOFF, 0)
     assert machine.reason == "handoff, but layer 1 was announced to 5 only"
 
 

@@ -12,9 +12,9 @@ from relay.chaos.faults import Injector
 from relay.chaos.kinds import KINDS
 from relay.chaos.plan import draw_plan
 from relay.chaos.proxy import Life, Proxy
-from relay.chaos.requests import ChatOrCompletion
+from relay.chaos.requests import POISON_ID, ChatOrCompletion, poison_requests
 from relay.chaos.resume import Resumes
-from relay.chaos.server import Server, free_port
+from relay.chaos.server import MODEL_NAME, Server, free_port
 from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import Shape
 from relay.chaos.watch import Watch
@@ -22,6 +22,7 @@ from relay.chaos.watch import Watch
 QUIET_S = 30.0
 EXIT_S = 5.0
 LENT_FAULTS = 2
+MAX_CRASHES = 3  # engines that one poison request may take with it
 SHM_SHARE = 1 / 3
 
 
@@ -64,7 +65,7 @@ class Cell:
                 self._settings.model,
                 *self._shape.flags,
                 *self._settings.serve,
-                *(["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []),
+                *self._perturbations(),
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
@@ -82,7 +83,7 @@ class Cell:
             await self._check_gone(code, shared_before)
             await self._proxy.close()
         if self._result.problems or self._result.failed or self._result.different:
-            self._result.problems += [f"server: {line}" for line in list(server.log)[-40:]]
+            self._result.problems += [f"server: {line}" for line in list(server.log)[-400:]]
         self._result.seconds = round(time.monotonic() - began_s, 1)
         return self._result
 
@@ -96,13 +97,15 @@ class Cell:
         injecting = asyncio.ensure_future(self._injector.run(plan, self._turn))
         gate = asyncio.Semaphore(self._settings.concurrency)
         asking = [asyncio.ensure_future(self._ask(server, index, gate)) for index in range(len(self._requests))]
+        poisoning = asyncio.ensure_future(self._poison(server))
         watching = asyncio.ensure_future(self._watch_progress())
         try:
             outcomes = await asyncio.gather(*asking)
             await injecting
+            await poisoning
         finally:
             watching.cancel()
-            for task in [injecting, *asking]:
+            for task in [injecting, poisoning, *asking]:
                 task.cancel()
         self._compare(outcomes)
         result, injector = self._result, self._injector
@@ -117,6 +120,26 @@ class Cell:
         result.disagreements = await server.metric("relay_token_disagreements_total")
         if result.disagreements:
             result.problems.append(f"{result.disagreements} tokens that two workers reported differently")
+
+    def _perturbations(self) -> list[str]:
+        flags = ["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []
+        return flags + (["--perturb", f"all=crash:{POISON_ID}"] if self._settings.poison else [])
+
+    async def _poison(self, server: Server) -> None:
+        """The poison requests, one after the other, each at its share of the others. Each ends alone, after three engines."""
+        result, count = self._result, self._settings.poison
+        result.poison = count
+        for index, request in enumerate(poison_requests(self._seed, count, MODEL_NAME)):
+            while self._started < (index + 0.5) * len(self._requests) / count:
+                await self._next_move()
+            outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s)
+            if outcome.status == 500 and '"quarantined"' in " ".join(outcome.problems):
+                result.quarantined += 1
+            else:
+                result.problems.append(f"{request.name}: status {outcome.status}, {outcome.problems or 'an answer'}")
+        result.crashes = sum(life.crashed for life in self._proxy.all_lives())
+        if result.crashes > MAX_CRASHES * count:
+            result.problems.append(f"{count} poison requests crashed {result.crashes} engines")
 
     async def _turn(self, index: int) -> None:
         """Fault ``index`` comes when its share of the requests has begun."""

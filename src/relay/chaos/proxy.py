@@ -58,6 +58,11 @@ class Life:
     def ready(self) -> bool:
         return self.welcomed == {"agent", "engine"} and not self.ended_s
 
+    @property
+    def crashed(self) -> bool:
+        """It has ended although nothing was done to it."""
+        return bool(self.ended_s) and self.struck is None
+
     def hold(self, process: str, pid: int) -> None:
         """Open the process that said hello, unless it has ended and another one got its number."""
         self.pids[process] = pid

@@ -34,6 +34,7 @@ from relay.errors import UsageError
 @click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache.")
+@click.option("--poison", type=int, default=0, help="Add requests that crash every engine they visit.")
 @click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
 @click.option(
     "--keep",
@@ -60,6 +61,7 @@ def chaos(
     max_num_batched_tokens: int,
     offline: bool,
     cache_dir: Path | None,
+    poison: int,
     inject: str | None,
     keep: Path | None,
     output: Path | None,
@@ -84,6 +86,7 @@ def chaos(
         concurrency=concurrency,
         longest_words=longest_prompt,
         longest_answer=longest_answer,
+        poison=poison,
         inject=inject or "",
         keep=keep,
     )
@@ -121,6 +124,11 @@ def _print(document: dict[str, Any]) -> None:
     )
     for problem in document["problems"]:
         click.echo(problem)
+    poison = document["poison"]
+    if poison["poison"]:
+        click.echo(
+            f"{poison['poison']} poison requests: {poison['quarantined']} quarantined, {poison['crashes']} engines crashed"
+        )
     counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
     click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 

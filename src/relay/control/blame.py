@@ -60,8 +60,8 @@ class Blame:
         named = False
         for row in rows:
             choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
-            if choice is None or choice.state is ChoiceState.ENDED or choice.num_tokens > row.end:
-                continue  # another attempt has come past that place meanwhile: it was not this
+            if choice is None or choice.state is ChoiceState.ENDED or (choice.start and choice.num_tokens > row.end):
+                continue  # an attempt has come past that place, with a token to show for it: it was not this
             named = choice.troubled = True
             suspicion.ends[row.choice] = max(suspicion.ends.get(row.choice, 0), row.end)
             self._state.story.tell(now_ns, request.id, row.choice, f"blamed: {worker.id} {how}")

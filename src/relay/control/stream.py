@@ -138,6 +138,8 @@ class TokenPath:
         self._state.counters["tokens"] += len(token_ids)
         if entry.finish is not None:
             self._dispatcher.finish(attempt, worker, now_ns)
+        elif attempt.parks:
+            self._dispatcher.parked(attempt, now_ns)
         elif len(choice.attempts) > 1:
             self._race(attempt, now_ns)
 

@@ -75,6 +75,8 @@ class Worker:
         self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
         self.promises: dict[Attempt, list[bytes]] = {}
         self.cache_sequence = -1
+        self.orphans: dict[tuple[bytes, int], None] = {}  # (resume key, choice) of what it computes for no gateway
+        self.cut = False  # only its connection was lost, and others may use it: it may connect again
 
     @property
     def exited(self) -> bool:
@@ -126,6 +128,8 @@ class Worker:
         """A new life: nothing known about the old one holds, except what the crash statistics need."""
         self.move(WorkerTrigger.LAUNCH, now_ns)
         self.incarnation = incarnation
+        self.cut = False
+        self.orphans = {}
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
         self.beat = None

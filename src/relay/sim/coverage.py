@@ -37,6 +37,17 @@ SOMETIMES = (
     "failed: engine_error",
     "failed: numerics_changed",
     "failed: quarantined",
+    "gateway: blames",
+    "gateway: hedges",
+    "gateway: hedges_won",
+    "gateway: messages_dropped",
+    "gateway: moved",
+    "gateway: own_stalls",
+    "gateway: refused_full",
+    "gateway: resumed",
+    "gateway: resumes_delayed",
+    "gateway: workers_drained",
+    "gateway: workers_lost",
     "hello rejected",
     "kv frame corrupted",
     "kv frame lost",
@@ -44,13 +55,14 @@ SOMETIMES = (
     "kv frame truncated",
     "preempted",
     "refused: context_length_exceeded",
+    "refused: kv_cache_exceeded",
+    "refused: no_workers",
     "refused: queue_full",
     "slow reader let go",
     "stale message",
     "stop string",
-    "zombie",
 )
-"""Names (``Kernel.sometimes``) that a sweep of some hundred seeds must have counted."""
+"""Names (``Kernel.sometimes``, and counters of the gateway's core) that a sweep of some hundred seeds must have counted."""
 
 
 class Struck:

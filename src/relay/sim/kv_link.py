@@ -185,7 +185,7 @@ class OutboundLink:
             return
         self._send(sending)
         if sender.state is SenderState.ACKNOWLEDGED:
-            self._transport.report(SendAcknowledged(transfer))
+            self._transport.report(SendAcknowledged(transfer, sender.stats("sim")))
         else:
             self._transport.report(SendFailed(transfer, sender.reason, sender.handed_off))
 
@@ -206,6 +206,8 @@ class OutboundLink:
 
 class InboundLink:
     """One accepted connection at D."""
+
+    scheme = "sim"
 
     def __init__(self, transport: "SimTransport", side: Side) -> None:
         self._transport = transport
@@ -269,7 +271,7 @@ class InboundLink:
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
-        reception.heard_on(cast(Any, self), header.kind)
+        reception.heard_on(cast(Any, self), header)
         table.settle(reception)
 
     def _lost(self, reason: str) -> None:
@@ -363,7 +365,7 @@ class SimTransport:
         link = self._link_of.get(transfer)
         sending = link.sendings.get(transfer) if link else None
         if link is not None and sending is not None:
-            sending.sender.hand_off(handoff)
+            sending.sender.hand_off(handoff, self.clock.now_ns())
             link.flush(sending)
 
     def open_receive(self, order: ReceiveOrder) -> None:

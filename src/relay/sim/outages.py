@@ -1,10 +1,10 @@
 """Faults of links, machines and people: what breaks half, breaks again and again, or breaks everywhere at once."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from relay.control import events as e
 from relay.sim.clients import Client, Expectation
-from relay.sim.gateway import HOST
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
 
@@ -33,7 +33,7 @@ def control_repeat(world: "World") -> bool:
     if node is None:
         return False
     world.struck.hosts(node.key.worker)
-    host = world.kernel.tape.of((node.key.worker, HOST), "sender")
+    host = world.kernel.tape.of((node.key.worker, *world.swarm.gateways), "sender")
     world.network.repeat_next_control[host] = world.network.repeat_next_control.get(host, 0) + 1
     return True
 
@@ -82,7 +82,7 @@ def flap(world: "World") -> bool:
     if node is None:
         return False
     name = node.key.worker
-    others = [HOST, *[other for other in world.workers if other != name]]
+    others = [*world.swarm.gateways, *[other for other in world.workers if other != name]]
     other = world.kernel.tape.of(others, "other end")
     pairs = [(name, other), (other, name)]
     for host in (name, other):
@@ -153,15 +153,20 @@ def drain_order(world: "World") -> bool:
         return False
     world.struck.hosts(node.key.worker)
     world.kernel.tell("{}: restart is ordered", node.key.worker)
-    world.gateway.run(world.gateway.handle, e.LeaveOrdered((node.key.worker,)))
+    _order(world, e.LeaveOrdered((node.key.worker,)))
     return True
 
 
 def rolling_restart(world: "World") -> bool:
     """An operator has all workers restarted, one after another."""
     world.struck.hosts("")
-    world.gateway.run(world.gateway.handle, e.LeaveOrdered((), rolling=True))
+    _order(world, e.LeaveOrdered((), rolling=True))
     return True
+
+
+def _order(world: "World", order: e.LeaveOrdered) -> None:
+    """To one gateway, as the command line does."""
+    world.gateway.run(world.gateway.handle, order)
 
 
 def rolling_upgrade(world: "World") -> bool:
@@ -211,7 +216,8 @@ def client_retry(world: "World") -> bool:
         return False
     client = world.kernel.tape.of(world.prefer_clients(clients), "client")
     world.disconnect(client)
-    world.gateway.run(world.submit, client.submission, Expectation(faults_before=world.num_faults))
+    again = replace(client.submission, resume_key=b"", returns=False, numerics_id="")  # to all the world a new request
+    world.gateway.run(world.submit, again, Expectation(faults_before=world.num_faults), world.gateway)
     return True
 
 

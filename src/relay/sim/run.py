@@ -114,13 +114,13 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
         failure = _failure(tape, world, "core", text, name)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
-    kernel = world.kernel
+    kernel, counters = world.kernel, world.gateway.core.state.counters
     return Run(
         seed=tape.seed,
         events=kernel.events,
         requests=len(world.clients),
         faults=fault_counts(world),
-        counts=dict(kernel.counts),
+        counts={**kernel.counts, **{f"gateway: {name}": count for name, count in counters.items() if count}},
         cells={f"{fault}/{moment}": count for (fault, moment), count in world.struck.cells.items()},
         trace_hash=kernel.trace_hash,
         failure=failure,
@@ -139,7 +139,7 @@ def _failure(tape: Tape, world: World | None, invariant: str, text: str, scenari
         seed=tape.seed,
         invariant=invariant,
         text=text,
-        now_ns=kernel.now_ns if kernel else 0,
+        now_ns=kernel.now_ns - kernel.origin_ns if kernel else 0,
         events=kernel.events if kernel else 0,
         story=world.story(STORY_LINES) if world else [],
         edits=tape.edits,

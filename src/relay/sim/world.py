@@ -9,7 +9,7 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.sim import plan
+from relay.sim import plan, poison
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
@@ -23,6 +23,7 @@ from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
 from relay.sim.outages import unread
 from relay.sim.plan import Planned
+from relay.sim.supervisor import Supervisor
 from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
@@ -34,7 +35,6 @@ WARM_NS = 30 * SECOND
 LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
-MAX_POISON_CRASHES = 3
 MAX_CALLS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
@@ -48,6 +48,7 @@ class World:
         self.kernel = Kernel(tape)
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
+        self.kernel.begin(self.swarm.clock_ns)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -55,6 +56,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
+        self.last_fault_ns = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.crashing_starts: Counter[str] = Counter()  # worker → how many of its next starts crash
@@ -67,7 +69,6 @@ class World:
         self._calm_ns: dict[str, int] = {}
         self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
         self._next_heal = 1
-        self._next_request = 1
         self._to_submit = 0
         self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
@@ -75,19 +76,21 @@ class World:
             self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
         self.checkers = Checkers(self)
         self.struck = Struck(self)
-        self.preferred: tuple[list[str], list[int]] = (
-            [],
-            [],
-        )  # workers and requests that a directed fault is meant for
+        # workers and requests that a directed fault is meant for
+        self.preferred: tuple[list[str], list[int]] = ([], [])
         self.network.damaged = self._damaged
-        self.gateway = GatewayNode(
-            self.kernel,
-            self.network,
-            self.swarm,
-            self._execute,
-            self.checkers.before_gateway,
-            self.checkers.after_gateway,
-        )
+        self.supervisor = Supervisor(self)
+
+    @property
+    def gateways(self) -> dict[str, GatewayNode]:
+        """The present life of each."""
+        return self.supervisor.nodes
+
+    @property
+    def gateway(self) -> GatewayNode:
+        """The first one that lives (or would)."""
+        nodes = list(self.gateways.values())
+        return next((node for node in nodes if node.alive), nodes[0])
 
     def story(self, lines: int) -> list[str]:
         """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
@@ -105,7 +108,8 @@ class World:
 
     def warm(self) -> None:
         """From nothing to a complete cluster."""
-        self.gateway.handle(e.Started())
+        for node in self.gateways.values():
+            node.handle(e.Started())
         self.kernel.after(AUDIT_NS, self._audit)
         self.until(lambda: self.complete, WARM_NS, "the cluster never became complete")
         self.phase = "chaos"
@@ -156,7 +160,8 @@ class World:
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
         states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
-        stories = [line for request in open_requests[:1] for line in self.gateway.core.story(request)[-5:]]
+        tellers = [node.core for node in self.gateways.values()]
+        stories = [line for request in open_requests[:1] for core in tellers for line in core.story(request)[-5:]]
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
@@ -166,14 +171,17 @@ class World:
         return self._open_client is None
 
     def _all_ready(self) -> bool:
-        return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
+        states = [node.core.state for node in self.gateways.values()]
+        return all(worker.state is WorkerState.READY for state in states for worker in state.workers.values())
 
     def _quiet(self) -> bool:
-        if [key for key in self.gateway.timers if key[0] != "tick"] or not self._all_ready():
+        timers = [key for node in self.gateways.values() for key in node.timers if key[0] != "tick"]
+        if timers or not self._all_ready():
             return False
         engines = [node.running for node in self.workers.values()]
         return not any(
-            e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
+            e and (len(e.core.held) or len(e.core.orphans) or e.transport.open_transfers() or e.scheduler.has_work())
+            for e in engines
         )
 
     def _audit(self) -> None:
@@ -184,17 +192,20 @@ class World:
 
     def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
-        poison = planned.number <= self.swarm.poison and self.phase == "chaos"
-        self.num_poison += poison
+        poisonous = planned.number <= self.swarm.poison and self.phase == "chaos"
+        self.num_poison += poisonous
         with self.kernel.tape.within(planned.name):
-            submission = self.workload.submission(self.kernel.now_ns, poison)
-        self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
+            submission = self.workload.submission(self.kernel.now_ns, poisonous)
+            alive = [node for node in self.gateways.values() if node.alive]
+            node = self.kernel.tape.of(alive, "gateway") if len(alive) > 1 else self.gateway
+        node.run(self.submit, submission, Expectation(poison=poisonous, faults_before=self.num_faults), node)
 
-    def submit(self, submission: Submission, expectation: Expectation) -> Client:
-        request = self._next_request
-        self._next_request += 1
+    def submit(self, submission: Submission, expectation: Expectation, node: GatewayNode | None = None) -> Client:
+        node = node or self.gateway
+        request = self.supervisor.new_request()
         client = Client(request, submission, expectation, self.oracles)
         client.begin(self.numerics)
+        client.gateway = node.host
         self.clients[request] = client
         params = submission.params
         self.kernel.tell(
@@ -204,17 +215,19 @@ class World:
             submission.n,
             params.max_tokens,
         )
-        self.gateway.handle(e.RequestSubmitted(request, submission))
+        node.handle(e.RequestSubmitted(request, submission))
         return client
 
     def disconnect(self, client: Client) -> None:
         self.struck.request(client.request)
         self.kernel.tell("request {}: client disconnects", client.request)
         client.cancelled = True
-        self.gateway.run(self.gateway.handle, e.RequestCancelled(client.request))
+        if client.gateway:
+            node = self.gateways[client.gateway]
+            node.run(node.handle, e.RequestCancelled(client.request))
 
-    def _execute(self, command: c.Command) -> None:
-        """What the gateway's core wants of clients and of the launcher."""
+    def execute(self, node: GatewayNode, command: c.Command) -> None:
+        """What a gateway's core wants of clients and of the launcher."""
         match command:
             case c.Deliver(request, delivery):
                 client = self.clients[request]
@@ -222,7 +235,10 @@ class World:
                     client.deliver(delivery)
                     if client.unread is not None:
                         unread(self, client, len(delivery.token_ids))
-                    self._maybe_stop(client, delivery.choice)
+                    self._maybe_stop(node, client, delivery.choice)
+            case c.Refuse(request, failure) if failure.retry_after_s and self.clients[request].returns:
+                self.kernel.sometimes("a client that came back was told to wait")
+                self.supervisor.send_back(self.clients[request])
             case c.Fail(request, failure) | c.Refuse(request, failure):
                 client = self.clients[request]
                 self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
@@ -233,26 +249,25 @@ class World:
                 if self.clients[request].open:
                     self.clients[request].end(None)
             case c.LaunchWorker(key, role, cause):
-                self._launch(key, role, cause)
+                self.supervisor.start_worker(node, key, role, cause)
             case c.StopWorker(key, kill):
-                self._stop(key, kill)
+                self._stop(node, key, kill)
             case c.ClusterReady():
                 self.complete = True
 
-    def _maybe_stop(self, client: Client, choice: int) -> None:
+    def _maybe_stop(self, node: GatewayNode, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
         if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
-            self.gateway.handle(e.ChoiceFinished(client.request, choice))
+            node.handle(e.ChoiceFinished(client.request, choice))
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def _launch(self, key: WorkerKey, role: str, cause: str) -> None:
+    def launch(self, key: WorkerKey, role: str, cause: str) -> None:
         old = self.workers.get(key.worker)
         if old is not None and (old.alive or old.running is not None):
             self.zombies.append(old)
-            self.kernel.sometimes("zombie")
         self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
         self._calm(key.worker)
         self.workers[key.worker] = WorkerNode(
@@ -262,21 +277,16 @@ class World:
             key,
             role,  # type: ignore[arg-type]
             self.numerics[-1],
-            self.gateway.launcher_exited,
+            self.supervisor.exited,
             self._observe,
-            self.poisoned,
+            lambda: poison.taken(self),
             start_crashes=self.crashing_starts[key.worker] > 0,
         )
         self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
-    def _stop(self, key: WorkerKey, kill: bool) -> None:
-        worker = self.workers.get(key.worker)
-        engine = worker.running if worker is not None and worker.key == key else None
-        cause = self.gateway.core.state.workers[key.worker].last_cause
-        if kill and engine is not None and engine.hung and cause.startswith("no progress"):
-            engine.hung = False
-            self.kernel.sometimes("a hung engine is noticed")
-            self.poisoned()
+    def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool) -> None:
+        if kill:
+            poison.killed(self, gateway, key)
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
@@ -289,13 +299,6 @@ class World:
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
-
-    def poisoned(self) -> None:
-        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
-        self.poison_crashes += 1
-        self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
-            raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
@@ -319,7 +322,9 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += kind not in HARMLESS
+            if kind not in HARMLESS:
+                self.num_faults += 1
+                self.last_fault_ns = self.kernel.now_ns
             self.kernel.tell("{}: {}", name, kind)
         return done
 

@@ -18,17 +18,25 @@ class Channel(Protocol):
 
     peer: str
     scheme: str  # "tcp" or "shm"
+    region: memoryview | None  # memory both ends map, if that is what payloads lie in
 
     def await_room(self, size: int) -> None:
         """Wait until ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""
         ...
 
+    def has_room(self, size: int) -> bool:
+        """Whether ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""
+        ...
+
     def reserve(self, size: int) -> memoryview:
-        """Where the payload of the next frame goes before ``commit``. Comes after ``await_room`` and never waits."""
+        """Where the payload of the next frame goes before ``commit``. Comes after ``await_room`` and never waits.
+
+        Several payloads may be reserved before the first is committed; frames are committed in the order of their reservation.
+        """
         ...
 
     def commit(self, raw_header: bytes) -> None:
-        """Send the header and the reserved payload. Raises ChannelClosed."""
+        """Send the header and the payload reserved first. Raises ChannelClosed."""
         ...
 
     def receive_header(self) -> bytes:

@@ -1,6 +1,6 @@
 """What the worker asks of a transfer and what it hears back; one file for every transport."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -97,10 +97,26 @@ class ReceiveOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one transfer moved over ``scheme``.
+
+    ``late_bytes`` had not left when the first token was drawn: all others are hidden behind the prompt. ``exposed_ns`` is the
+    time from that moment to D's COMPLETE, the way back included: more than what D waited.
+    """
+
+    scheme: str
+    bytes: int
+    frames: int
+    late_bytes: int = 0
+    exposed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SendAcknowledged:
     """D holds everything; P may free its blocks. The transport has forgotten the transfer."""
 
     transfer: int
+    stats: TransferStats | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,7 @@ class ReceiveCompleted:
 
     transfer: int
     handoff: Handoff
+    stats: TransferStats | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from relay.transfer.contract import (
     ReceiveOrder,
     TransferEvent,
     TransferLimits,
+    TransferStats,
 )
 from relay.transfer.frame import (
     Abort,
@@ -49,10 +50,13 @@ class Reception:
         self.link: InboundLink | None = None  # where answers go
         self.links: set[InboundLink] = set()  # all that fed it: the end of any is its end
 
-    def heard_on(self, link: "InboundLink", kind: Kind) -> None:
-        """Under the lock. Answers go where control frames come from."""
+    def heard_on(self, link: "InboundLink", header: Header) -> None:
+        """Under the lock. Answers go where control frames come from. A frame of another life or attempt ties no link."""
+        order = self.receiver.order
+        if (header.epoch, header.attempt) != (order.source_incarnation, order.attempt):
+            return
         self.links.add(link)
-        if self.link is None or kind is not Kind.KV:
+        if self.link is None or header.kind is not Kind.KV:
             self.link = link
 
     def wait_until_idle(self) -> None:
@@ -114,7 +118,9 @@ class ReceptionTable:
         if not mine:
             return
         if receiver.state is ReceiverState.COMPLETE and receiver.handoff is not None:
-            self._emit(ReceiveCompleted(transfer, receiver.handoff))
+            scheme = reception.link.scheme if reception.link is not None else ""
+            stats = TransferStats(scheme, receiver.bytes_copied, receiver.frames_copied)
+            self._emit(ReceiveCompleted(transfer, receiver.handoff, stats))
         else:
             self._emit(ReceiveFailed(transfer, receiver.reason))
 
@@ -160,6 +166,7 @@ class InboundLink:
     def run(self) -> None:
         """Read until the connection ends; every reception it fed fails then."""
         self._writer.start()
+        self._store.register(self._channel.region)
         reason = ""
         try:
             while True:
@@ -171,6 +178,11 @@ class InboundLink:
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
+            self._store.unregister(self._channel.region)
+
+    @property
+    def scheme(self) -> str:
+        return self._channel.scheme
 
     def post(self, replies: list[Outgoing]) -> None:
         """Queue frames for the peer; never blocks."""
@@ -190,14 +202,14 @@ class InboundLink:
         else:
             with reception.lock:
                 reception.receiver.receive(header, payload, self._clock.now_ns())
-                reception.heard_on(self, header.kind)
+                reception.heard_on(self, header)
         self._table.settle(reception)
 
     def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
         """Copy and check in one pass; damage fails the transfer before anyone can see its blocks."""
         receiver = reception.receiver
         with reception.lock:
-            reception.heard_on(self, header.kind)
+            reception.heard_on(self, header)
             if not receiver.admit(header, self._clock.now_ns()):
                 return
             reception.writing += 1

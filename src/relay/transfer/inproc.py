@@ -132,7 +132,7 @@ class InprocTransport:
     def send_handoff(self, transfer: int, handoff: Handoff) -> None:
         sender = self._senders.get(transfer)
         if sender is not None:
-            sender.hand_off(handoff)
+            sender.hand_off(handoff, self._network.now_ns)
             self._flush(sender)
 
     def open_receive(self, order: ReceiveOrder) -> None:
@@ -223,7 +223,7 @@ class InprocTransport:
             self._tables.pop(transfer, None)
             if self._senders.pop(transfer, None) is not None:
                 if sender.state is SenderState.ACKNOWLEDGED:
-                    self._emit(SendAcknowledged(transfer))
+                    self._emit(SendAcknowledged(transfer, sender.stats("inproc")))
                 else:
                     self._emit(SendFailed(transfer, sender.reason, sender.handed_off))
 

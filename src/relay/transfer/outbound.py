@@ -8,6 +8,7 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +22,10 @@ from relay.transfer.contract import (
     TransferEvent,
     TransferLimits,
 )
-from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, FrameError, Handoff, seal_over
+from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, FrameError, Handoff, Header, seal_over
 from relay.transfer.handshake import HelloRefused
 from relay.transfer.sender import Outgoing, Sender, SenderState
-from relay.transfer.store import ChecksummedStore
+from relay.transfer.store import ChecksummedStore, Reading
 
 Dial = Callable[[SendOrder], list[Channel]]
 """Open the connections to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
@@ -37,6 +38,14 @@ class _Sending:
         self.sender = sender
         self.block_table = np.zeros(0, np.int32)
         self.reading = 0  # copies that run
+
+
+class _Begun(NamedTuple):
+    """A KV frame whose payload is being copied."""
+
+    sending: _Sending
+    header: Header
+    reading: Reading
 
 
 Job = tuple[_Sending | None, Outgoing]
@@ -119,7 +128,7 @@ class OutboundLink:
         with self._lock:
             sending = self._sendings.get(transfer)
             if sending is not None:
-                sending.sender.hand_off(handoff)
+                sending.sender.hand_off(handoff, self._clock.now_ns())
                 self._settle(sending)
                 self._work.notify_all()
 
@@ -202,30 +211,79 @@ class OutboundLink:
             self.close(reason)
 
     def _write(self, channel: Channel, pick: Pick) -> None:
+        """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
         room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
-        while True:
-            channel.await_room(room)  # before a frame is picked: from then on its blocks may not be taken away
-            with self._lock:
-                while (job := pick()) is None:
-                    if self._closed:
+        begun: deque[_Begun] = deque()
+        self._store.register(channel.region)
+        try:
+            while True:
+                # Room comes before the pick: a picked frame's blocks may not be taken away until they are copied.
+                if not begun:
+                    channel.await_room(room)
+                    job = self._await_job(pick)
+                    if job is None:
                         return
-                    self._work.wait()
-                sending, outgoing = job
-                if sending is not None:
-                    block_table = sending.block_table
-                    sending.reading += 1
-            header = outgoing.header
-            if sending is None:
-                send_frame(channel, header, outgoing.payload or b"", self._checksum)
-                continue
-            payload = channel.reserve(header.payload_bytes)
-            try:
-                checksum = self._store.read(header.layer, block_table, header.first_token, header.token_count, payload)
-            finally:
-                with self._lock:
-                    sending.reading -= 1
-                    self._idle.notify_all()
-            channel.commit(seal_over(header, checksum, self._checksum))
+                else:
+                    job = self._job(pick) if channel.has_room(room) else None
+                if job is not None and job[0] is not None:
+                    begun.append(self._begin(channel, job[0], job[1]))
+                while begun and (job is None or job[0] is None or len(begun) >= self._store.depth):
+                    self._finish(channel, begun.popleft())
+                    if job is None:
+                        break
+                if job is not None and job[0] is None:
+                    send_frame(channel, job[1].header, job[1].payload or b"", self._checksum)
+        finally:
+            for left in begun:  # a copy that still runs writes to memory that is about to go
+                self._end_copy(left)
+            self._store.unregister(channel.region)
+
+    def _await_job(self, pick: Pick) -> Job | None:
+        """Wait for work; None: the link is closed."""
+        with self._lock:
+            while (job := pick()) is None:
+                if self._closed:
+                    return None
+                self._work.wait()
+            return self._taken(job)
+
+    def _job(self, pick: Pick) -> Job | None:
+        with self._lock:
+            job = pick()
+            return None if job is None else self._taken(job)
+
+    @staticmethod
+    def _taken(job: Job) -> Job:
+        if job[0] is not None:
+            job[0].reading += 1
+        return job
+
+    def _begin(self, channel: Channel, sending: _Sending, outgoing: Outgoing) -> _Begun:
+        header = outgoing.header
+        payload = channel.reserve(header.payload_bytes)
+        try:
+            reading = self._store.read(
+                header.layer, sending.block_table, header.first_token, header.token_count, payload
+            )
+        except BaseException:
+            self._done_reading(sending)
+            raise
+        return _Begun(sending, header, reading)
+
+    def _finish(self, channel: Channel, begun: _Begun) -> None:
+        checksum = self._end_copy(begun)
+        channel.commit(seal_over(begun.header, checksum, self._checksum))
+
+    def _end_copy(self, begun: _Begun) -> int:
+        try:
+            return begun.reading.finish()
+        finally:
+            self._done_reading(begun.sending)
+
+    def _done_reading(self, sending: _Sending) -> None:
+        with self._lock:
+            sending.reading -= 1
+            self._idle.notify_all()
 
     def _pick(self) -> Job | None:
         """The next frame in turn; a sending comes with it only if KV must be read."""
@@ -277,7 +335,7 @@ class OutboundLink:
         self._say_farewell(sender)
         self._wait_for_copy(sending)
         if sender.state is SenderState.ACKNOWLEDGED:
-            self._emit(SendAcknowledged(transfer))
+            self._emit(SendAcknowledged(transfer, sender.stats(self._channels[0].scheme)))
         else:
             self._emit(SendFailed(transfer, sender.reason, sender.handed_off))
 

@@ -65,6 +65,7 @@ class Receiver:
         self.reason = ""
         self.handoff: Handoff | None = None
         self.bytes_copied = 0
+        self.frames_copied = 0
         self._first = min(order.first_token, order.num_tokens)
         self._count = order.num_tokens - self._first
         self._full = (1 << self._count) - 1
@@ -116,6 +117,7 @@ class Receiver:
         if before != self._full and self._covered[header.layer] == self._full:
             self._layers_missing -= 1
         self.bytes_copied += header.payload_bytes
+        self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)
         if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 4:
             self._credit()

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from relay.transfer.contract import Layout, SendOrder, TransferLimits
+from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
     FLAG_EMPTY,
     Abort,
@@ -77,6 +77,10 @@ class Sender:
         self.reason = ""
         self.handed_off = False
         self.bytes_sent = 0
+        self.frames_sent = 0
+        self._bytes_hidden = 0  # sent when the first token was drawn
+        self._drawn_ns = 0
+        self._ended_ns = 0
         self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
@@ -117,9 +121,15 @@ class Sender:
         self._ready.clear()
         self._is_ready = [False] * self.layout.num_layers
 
-    def hand_off(self, handoff: Handoff) -> None:
+    def stats(self, scheme: str) -> TransferStats:
+        """Of an acknowledged transfer."""
+        late = self.bytes_sent - self._bytes_hidden
+        return TransferStats(scheme, self.bytes_sent, self.frames_sent, late, self._ended_ns - self._drawn_ns)
+
+    def hand_off(self, handoff: Handoff, now_ns: int) -> None:
         """P has drawn the first token, so everything was announced; if not, waiting for it would never end."""
         self._handoff = handoff
+        self._drawn_ns, self._bytes_hidden = now_ns, self.bytes_sent
         missing = [layer for layer, end in enumerate(self._written) if end < self.order.num_tokens]
         if missing:
             self.abort(f"handoff, but layer {missing[0]} was announced to {self._written[missing[0]]} only")
@@ -165,6 +175,7 @@ class Sender:
             self._bytes_credited = max(self._bytes_credited, decode_payload(payload, Credit).bytes_copied)
             self.watchdog.arrived(self._bytes_credited, now_ns)
         elif header.kind is Kind.COMPLETE:
+            self._ended_ns = now_ns
             self._move(SenderEvent.COMPLETE_RECEIVED, "complete before the handoff")
             self._abort_due = self.state is SenderState.FAILED
         elif header.kind is Kind.ABORT:
@@ -210,6 +221,7 @@ class Sender:
             return None
         self._sent[layer] = first + count
         self.bytes_sent += size
+        self.frames_sent += 1
         self._ready.popleft()
         self._is_ready[layer] = False
         self._mark_ready(layer)

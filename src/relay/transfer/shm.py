@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 
 from relay.transfer.channel import ChannelClosed
 from relay.transfer.frame import FrameError
@@ -87,6 +88,7 @@ class _RingChannel:
         self._timeout_s: float | None = None
         self._position = 0
         self._number = 0
+        self.region: memoryview | None = ring.bytes
 
     def set_timeout(self, seconds: float | None) -> None:
         self._stream.set_timeout(seconds)
@@ -121,28 +123,38 @@ class RingSender(_RingChannel):
     def __init__(self, stream: StreamChannel, ring: Ring) -> None:
         super().__init__(stream, ring)
         self._free = ring.capacity
-        self._placement: Placement | None = None
+        self._reserved: deque[Placement] = deque()
 
     def await_room(self, size: int) -> None:
         needed = place(self._position, size, self._ring.capacity).occupied
         while self._free < needed:
-            timeout_s = STALL_S if self._timeout_s is None else self._timeout_s
-            self._free += self._take(self._ring.space, timeout_s) * ALIGNMENT
-            if self._free > self._ring.capacity:
-                raise FrameError(f"{self.peer} gave back more of the ring than there is")
+            self._gain(self._take(self._ring.space, STALL_S if self._timeout_s is None else self._timeout_s))
+
+    def has_room(self, size: int) -> bool:
+        needed = place(self._position, size, self._ring.capacity).occupied
+        if self._free < needed:
+            try:
+                self._gain(os.eventfd_read(self._ring.space.number))
+            except BlockingIOError:
+                return False
+        return self._free >= needed
+
+    def _gain(self, units: int) -> None:
+        self._free += units * ALIGNMENT
+        if self._free > self._ring.capacity:
+            raise FrameError(f"{self.peer} gave back more of the ring than there is")
 
     def reserve(self, size: int) -> memoryview:
         placement = place(self._position, size, self._ring.capacity)
         assert placement.occupied <= self._free, "reserve without await_room"
-        self._placement = placement
+        self._free -= placement.occupied
+        self._position = placement.next
+        self._reserved.append(placement)
         return self._ring.bytes[placement.payload : placement.payload + size]
 
     def commit(self, raw_header: bytes) -> None:
-        placement, self._placement = self._placement, None
-        assert placement is not None, "commit without reserve"
+        placement = self._reserved.popleft()
         self._ring.bytes[placement.slot : placement.slot + SLOT_BYTES] = slot_bytes(self._number, raw_header)
-        self._free -= placement.occupied
-        self._position = placement.next
         self._number += 1
         os.eventfd_write(self._ring.frames.number, 1)
 
@@ -163,6 +175,9 @@ class RingReceiver(_RingChannel):
 
     def await_room(self, size: int) -> None:
         self._stream.await_room(size)
+
+    def has_room(self, size: int) -> bool:
+        return self._stream.has_room(size)
 
     def reserve(self, size: int) -> memoryview:
         return self._stream.reserve(size)

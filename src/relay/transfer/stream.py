@@ -2,13 +2,16 @@
 
 import errno
 import socket
+from collections import deque
 
 from relay.transfer.channel import ChannelClosed
 from relay.transfer.frame import HEADER_BYTES
 
 
 class StreamChannel:
-    """A connected socket as a ``Channel``. One buffer each way, grown to the largest payload and reused."""
+    """A connected socket as a ``Channel``. Buffers grow to the largest payload and are used again."""
+
+    region: memoryview | None = None
 
     def __init__(self, sock: socket.socket, peer: str, scheme: str) -> None:
         self.peer = peer
@@ -16,20 +19,26 @@ class StreamChannel:
         self.socket = sock
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._received = memoryview(bytearray(1 << 12))
-        self._reserved = memoryview(bytearray(1 << 12))
-        self._size = 0
+        self._free: list[memoryview] = []
+        self._reserved: deque[tuple[memoryview, int]] = deque()
 
     def await_room(self, size: int) -> None:
-        """The buffer is free: ``commit`` waits for the socket."""
-        if size > len(self._reserved):
-            self._reserved = memoryview(bytearray(size))
+        """``commit`` waits for the socket, nothing else does."""
+
+    def has_room(self, size: int) -> bool:
+        return True
 
     def reserve(self, size: int) -> memoryview:
-        self._size = size
-        return self._reserved[:size]
+        buffer = self._free.pop() if self._free else memoryview(bytearray())
+        if size > len(buffer):
+            buffer = memoryview(bytearray(max(size, 1 << 12)))
+        self._reserved.append((buffer, size))
+        return buffer[:size]
 
     def commit(self, raw_header: bytes) -> None:
-        payload = self._reserved[: self._size]
+        buffer, size = self._reserved.popleft()
+        self._free.append(buffer)
+        payload = buffer[:size]
         try:
             sent = self.socket.sendmsg([raw_header, payload])
             if sent < len(raw_header):

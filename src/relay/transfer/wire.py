@@ -14,6 +14,7 @@ from typing import Protocol
 from relay.config import TransportName
 from relay.errors import PortInUseError
 from relay.transfer.channel import Channel, ChannelClosed
+from relay.transfer.ring import DEFAULT_RING_BYTES
 from relay.transfer.shm import offer_ring, take_ring
 from relay.transfer.stream import StreamChannel
 
@@ -143,8 +144,9 @@ class ShmWire:
     scheme = "shm"
     connections = 1  # a handoff waits for one ring at most, about a millisecond
 
-    def __init__(self, host_identity: str) -> None:
+    def __init__(self, host_identity: str, ring_bytes: int = DEFAULT_RING_BYTES) -> None:
         self._host = host_identity
+        self._ring_bytes = ring_bytes
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"relay-kv-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
@@ -167,7 +169,7 @@ class ShmWire:
         return None
 
     def upgrade(self, stream: StreamChannel, *, dialled: bool) -> Channel:
-        return take_ring(stream) if dialled else offer_ring(stream)
+        return take_ring(stream) if dialled else offer_ring(stream, self._ring_bytes)
 
     def close(self) -> None:
         self._listener.close()
@@ -194,11 +196,17 @@ def _same_user(sock: socket.socket) -> bool:
     return uid == os.geteuid()
 
 
-def open_wires(name: TransportName, host_identity: str, host: str = "127.0.0.1", port: int = 0) -> list[Wire]:
+def open_wires(
+    name: TransportName,
+    host_identity: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ring_bytes: int = DEFAULT_RING_BYTES,
+) -> list[Wire]:
     """The wires of ``--transport``, best first. "shm" has no way to an engine on another host, and does not pretend to."""
     wires: list[Wire] = []
     if name != "tcp":
-        wires.append(ShmWire(host_identity))
+        wires.append(ShmWire(host_identity, ring_bytes))
     if name != "shm":
         wires.append(TcpWire(host, port))
     return wires

@@ -7,8 +7,6 @@ calls ``advance``, which plans steps ahead and reports load. Roles are the route
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
 from relay.engine.scheduler import CannotFit, QueueFull, Scheduler
 from relay.engine.sequence import SequenceUpdate
 from relay.ids import SequenceKey
@@ -24,7 +22,6 @@ from relay.protocol.messages import (
     RefuseReason,
     Reserve,
     Run,
-    SequenceFailed,
     TokenEntry,
     Tokens,
     Work,
@@ -33,14 +30,11 @@ from relay.transfer.contract import (
     FINISHED,
     ReceiveCompleted,
     ReceiveFailed,
-    ReceiveOrder,
     SendAcknowledged,
     SendFailed,
-    SendOrder,
 )
-from relay.transfer.frame import Handoff
+from relay.worker.announce import Announcer
 from relay.worker.commands import (
-    AbortTransfer,
     Command,
     Exit,
     ForgetUnsent,
@@ -49,19 +43,24 @@ from relay.worker.commands import (
     SendHandoff,
     SendToGateway,
     SetTimer,
-    SinkRow,
     StartStep,
 )
+from relay.worker.custody import ALONE_TIMER, ORPHANS_TIMER, Custody
 from relay.worker.entries import DigestKv, handoff_of, token_entry
 from relay.worker.events import (
     DrainRequested,
     Event,
+    GatewayConnected,
     GatewayLost,
     OrderReceived,
     StepFinished,
     TimerFired,
 )
 from relay.worker.held import Held, HeldEvent, HeldState
+from relay.worker.kv_counters import count_received, count_sent
+from relay.worker.orders import receive_order, send_order
+from relay.worker.orphans import Orphans
+from relay.worker.parking import PARK_TIMER, ParkingLot
 from relay.worker.report import LoadReporter
 from relay.worker.table import HeldTable
 
@@ -78,6 +77,7 @@ class WorkerConfig:
     retry_after_ms: int = 250  # told with a refusal for lack of room
     report_interval_ns: int = 50_000_000
     drain_timeout_ns: int = 30_000_000_000
+    orphan_hold_ns: int = 0  # how long to live on, and to keep what a lost gateway ordered; 0: not at all
 
 
 class WorkerCore:
@@ -93,6 +93,8 @@ class WorkerCore:
         self._scheduler = scheduler
         self._digest_kv = digest_kv
         self._held = HeldTable()
+        self._parking = ParkingLot(self._held, scheduler.limits.num_blocks * scheduler.limits.block_size // 2)
+        self._announcer = Announcer(scheduler, self._held)
         self._steps_in_flight = 0
         self._failures = 0  # steps that raised
         self._draining = False
@@ -100,6 +102,15 @@ class WorkerCore:
         self._counters: Counter[str] = Counter()
         self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
+        self._custody = Custody(
+            self._held,
+            scheduler,
+            self._reporter,
+            self._counters,
+            self._commands,
+            config.max_held,
+            config.orphan_hold_ns,
+        )
 
     @property
     def draining(self) -> bool:
@@ -110,6 +121,11 @@ class WorkerCore:
         """To look at, not to change."""
         return self._held
 
+    @property
+    def orphans(self) -> Orphans:
+        """To look at, not to change. A hello tells their keys."""
+        return self._custody.orphans
+
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Take one event. The commands must be carried out before the next call."""
         match event:
@@ -117,28 +133,38 @@ class WorkerCore:
                 self._steps_in_flight -= 1
                 if event.result.error is not None:
                     self._failures += 1
-                    for held in self._held.by_slot.values():
-                        held.announced = 0  # what the step did not reach comes again; known ranges are ignored
-                self._report_updates(self._scheduler.update(event.result))
+                    self._announcer.start_over()
+                self._report_updates(self._scheduler.update(event.result), now_ns)
             case OrderReceived(gateway, order):
                 self._obey(gateway, order, now_ns)
-            case ReceiveCompleted(transfer, handoff):
-                self._activate(transfer, handoff)
+            case ReceiveCompleted():
+                self._activate(event, now_ns)
             case ReceiveFailed(transfer, reason):
-                self._receive_failed(transfer, reason)
-            case SendAcknowledged(transfer):
+                self._transfer_failed(transfer, reason, quietly=reason == FINISHED)
+            case SendAcknowledged(transfer, stats):
+                count_sent(self._counters, stats)
                 self._send_ended(transfer)
             case SendFailed(transfer, reason, handed_off):
-                self._send_failed(transfer, reason, handed_off)
+                self._transfer_failed(transfer, reason, quietly=handed_off)
             case TimerFired(name):
                 if name == DRAIN_TIMER:
                     self._hand_back_all()
                 elif name == REPORT_TIMER:
                     self._reporter.timer_fired()
+                elif name == PARK_TIMER:
+                    self._unpark(self._parking.expired(now_ns), "lease ended")
+                elif name == ORPHANS_TIMER:
+                    self._custody.expire_orphans(now_ns)
+                elif name == ALONE_TIMER and self._custody.alone(now_ns):
+                    self._exit(GATEWAY_LOST_STATUS, "no gateway came back")
             case DrainRequested():
                 self._drain(now_ns)
+            case GatewayConnected(gateway, name, epoch):
+                self._custody.gateway_connected(gateway, name, epoch, now_ns)
             case GatewayLost(gateway, reason):
-                self._exit(GATEWAY_LOST_STATUS, f"gateway {gateway} is lost: {reason}")
+                self._custody.gateway_lost(gateway, now_ns, keep=not self._draining)
+                if not self._config.orphan_hold_ns and self._custody.alone(now_ns):
+                    self._exit(GATEWAY_LOST_STATUS, f"gateway {gateway} is lost: {reason}")
         return self._take_commands()
 
     def advance(self, now_ns: int) -> list[Command]:
@@ -148,15 +174,16 @@ class WorkerCore:
             if plan is None:
                 break
             self._steps_in_flight += 1
-            self._revoke_preempted(plan.released)
+            self._commands += [ForgetUnsent(transfer) for transfer in self._announcer.preempted(plan.released)]
             sinks = {
                 index: sink
                 for index, row in enumerate(plan.rows)
-                if (sink := self._sink(row.slot, row.start, row.count))
+                if (sink := self._announcer.sink(row.slot, row.start, row.count))
             }
             manifest = self._held.manifest(plan, self._scheduler.key_of_slot)
             self._commands.append(StartStep(plan, sinks, self._failures, manifest))
         messages, timer_ns = self._reporter.due(now_ns)
+        messages += self._custody.news()
         self._commands += [SendToGateway(None, message) for message in messages]
         if timer_ns is not None:
             self._commands.append(SetTimer(REPORT_TIMER, timer_ns))
@@ -168,22 +195,27 @@ class WorkerCore:
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def _obey(self, gateway: int, order: Run | Reserve | Prefill | Cancel | Drain, now_ns: int) -> None:
+        if gateway not in self._custody.owners:
+            self._counters["orders_of_lost_gateways"] += 1
+            return
         match order:
             case Cancel():
                 held = self._held.attempt(order.request, order.choice)
-                if held is not None and held.key.attempt <= order.attempt:
-                    self._drop(held, "cancelled")
+                if held is not None and held.gateway == gateway and held.name.attempt <= order.attempt:
+                    self._custody.drop(held, "cancelled")
             case Drain():
                 self._drain(now_ns)
             case Run() | Reserve() | Prefill():
                 work = order.work
                 key = _key(work)
                 held = self._held.attempt(work.request, work.choice)
+                if held is not None and (held.gateway not in (gateway, None) or held.name.attempt >= key.attempt):
+                    return  # fenced: an old attempt, the same message again, or somebody else's name
+                if isinstance(order, Run) and not self._draining and self._custody.adopt(gateway, work, key):
+                    return
                 if held is not None:
-                    if held.key.attempt >= key.attempt:
-                        return  # fenced: an old attempt, or the same message again
-                    self._drop(held, "superseded")
-                elif self._held.is_over(gateway, key):
+                    self._custody.drop(held, "superseded")
+                elif self._held.is_over(key):
                     return
                 self._take(gateway, order, key)
 
@@ -197,8 +229,7 @@ class WorkerCore:
             try:
                 match order:
                     case Run():
-                        self._scheduler.add(work)
-                        self._held.add(Held(key, gateway, work, HeldState.RUNNING))
+                        self._run(gateway, order, key)
                     case Reserve():
                         self._reserve(gateway, order, key)
                     case Prefill():
@@ -208,76 +239,41 @@ class WorkerCore:
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
 
+    def _run(self, gateway: int, order: Run, key: SequenceKey) -> None:
+        parks = order.park_ms > 0
+        if parks and not self._parking.admits(len(order.work.token_ids)):
+            self._refuse(gateway, order.work, "full")
+            return
+        self._scheduler.add(order.work, prefill_only=parks)
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING))
+        if parks:
+            self._parking.expect(key, order.park_ms * 1_000_000)
+
     def _reserve(self, gateway: int, order: Reserve, key: SequenceKey) -> None:
         reservation = self._scheduler.reserve(order.work)
         if reservation is None:
             self._refuse(gateway, order.work, "full")
             return
         cached = reservation.cached_tokens
-        self._held.add(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
-        receive = ReceiveOrder(
-            transfer=order.transfer,
-            attempt=key.attempt,
-            source=order.source,
-            source_incarnation=order.source_incarnation,
-            first_token=cached,
-            num_tokens=len(order.work.token_ids),
-            block_table=tuple(reservation.block_table),
-        )
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
         accept = Accept(*key, transfer=order.transfer, cached_tokens=cached)
-        self._commands += [OpenReceive(receive), SendToGateway(gateway, accept)]
+        self._commands += [OpenReceive(receive_order(order, key, reservation)), SendToGateway(gateway, accept)]
 
     def _prefill(self, gateway: int, order: Prefill, key: SequenceKey) -> None:
-        num_tokens = len(order.work.token_ids)
         self._scheduler.add(order.work, prefill_only=True)
-        first = min(order.first_token, num_tokens)
-        self._held.add(Held(key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
-        send = SendOrder(
-            transfer=order.transfer,
-            attempt=key.attempt,
-            target=order.target,
-            target_incarnation=order.target_incarnation,
-            addresses=tuple(order.addresses),
-            first_token=first,
-            num_tokens=num_tokens,
-        )
-        self._commands.append(OpenSend(send))
+        first = min(order.first_token, len(order.work.token_ids))
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
+        self._commands.append(OpenSend(send_order(order, key, first)))
 
     def _refuse(self, gateway: int, work: Work, reason: RefuseReason) -> None:
         retry_after_ms = self._config.retry_after_ms if reason == "full" else 0
+        self._counters[f"refused_{reason}"] += 1
         refusal = Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)
         self._commands.append(SendToGateway(gateway, refusal))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _sink(self, slot: int, start: int, count: int) -> SinkRow | None:
-        """What the row at ``slot`` means to a transfer; None for rows that stay here."""
-        held = self._held.by_slot.get(slot)
-        if held is None:
-            held = self._held.by_key.get(self._scheduler.key_of_slot(slot))
-            if held is None or held.state is not HeldState.PREFILLING:
-                return None
-            held.slot = slot
-            self._held.by_slot[slot] = held
-        end = start + count
-        if held.transfer is None or end <= held.announced:
-            return None
-        table = np.array(self._scheduler.block_table(held.key), np.int32)
-        gap = held.announced
-        first = max(start, gap)
-        held.announced = end
-        return SinkRow(held.transfer, gap, first, end - first, table)
-
-    def _revoke_preempted(self, released: list[int]) -> None:
-        """A prompt that lost its slot before its first token lost its blocks too: it will be computed and announced anew."""
-        for slot in released:
-            held = self._held.by_slot.pop(slot, None)
-            if held is not None and held.state is HeldState.PREFILLING and held.transfer is not None:
-                held.slot = None
-                held.announced = 0
-                self._commands.append(ForgetUnsent(held.transfer))
-
-    def _report_updates(self, updates: list[SequenceUpdate]) -> None:
+    def _report_updates(self, updates: list[SequenceUpdate], now_ns: int) -> None:
         """One Tokens message a gateway for the whole step."""
         entries: dict[int, list[TokenEntry]] = {}
         handoffs: list[tuple[Held, SequenceUpdate]] = []
@@ -286,39 +282,50 @@ class WorkerCore:
             if held is None:
                 continue
             if update.failed is not None:
-                self._fail(held, update.failed, retry=False)
+                self._custody.fail(held, update.failed, retry=False)
                 continue
-            entries.setdefault(held.gateway, []).append(token_entry(held.work, update, self._digest_kv))
+            entry = token_entry(held.name, held.work, update, self._digest_kv)
+            if held.log is not None:
+                held.log.add(entry)
+            if held.gateway is not None:
+                entries.setdefault(held.gateway, []).append(entry)
             if held.state is HeldState.PREFILLING:
                 handoffs.append((held, update))
             elif update.finish is not None:
-                self._held.remove(held)
+                self._custody.finished(held)
         for gateway, batch in entries.items():
             self._commands.append(SendToGateway(gateway, Tokens(batch)))
         for held, update in handoffs:
-            self._hand_off(held, update)
+            self._hand_off(held, update, now_ns)
 
-    def _hand_off(self, held: Held, update: SequenceUpdate) -> None:
-        """P drew the first token: pass it to D, or free D if it was also the last."""
+    def _hand_off(self, held: Held, update: SequenceUpdate, now_ns: int) -> None:
+        """P drew the first token: pass it to D, or free D if it was also the last; without a D, keep the KV."""
         if update.finish is not None:
-            self._drop(held, FINISHED)
+            self._custody.drop(held, FINISHED)
+            return
+        if held.key in self._parking:
+            held.move(HeldEvent.PARKED)
+            self._counters["parked"] += 1
+            self._parking.park(held.key, now_ns)
+            self._set_park_timer()
             return
         held.move(HeldEvent.FIRST_TOKEN_DRAWN)
         if held.transfer is None:  # the transfer failed before; nobody waits for these blocks
-            self._drop(held, "no transfer")
+            self._custody.drop(held, "no transfer")
         else:
             self._commands.append(SendHandoff(held.transfer, handoff_of(update)))
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _activate(self, transfer: int, handoff: Handoff) -> None:
+    def _activate(self, event: ReceiveCompleted, now_ns: int) -> None:
         """D has everything. The first token is reported again, so that it survives P and comes before D's next one."""
-        held = self._held.by_transfer.get(transfer)
+        handoff = event.handoff
+        held = self._held.by_transfer.get(event.transfer)
         if held is None or held.state is not HeldState.RESERVED:
             return
         held.move(HeldEvent.TRANSFER_COMPLETED)
-        self._counters["kv_transfers_received"] += 1
-        self._counters["kv_tokens_received"] += len(held.work.token_ids) - held.announced
+        self._custody.runs(held)
+        count_received(self._counters, len(held.work.token_ids) - held.announced, event.stats)
         self._held.end_transfer(held)
         token = SampledToken(handoff.token_id, handoff.logprob, handoff.top)
         updates = self._scheduler.activate(held.key, token)
@@ -333,55 +340,49 @@ class WorkerCore:
             first.finish = updates[0].finish
             first.block_table = updates[0].block_table
             first.num_computed = updates[0].num_computed
-        self._report_updates([first])
-
-    def _receive_failed(self, transfer: int, reason: str) -> None:
-        held = self._held.by_transfer.get(transfer)
-        if held is None:
-            return
-        if reason == FINISHED:
-            self._drop(held, reason)
-        else:
-            self._fail(held, reason, retry=True)
+        self._report_updates([first], now_ns)
 
     def _send_ended(self, transfer: int) -> None:
         held = self._held.by_transfer.get(transfer)
         if held is not None:
             self._scheduler.release(held.key)
-            self._held.remove(held)
+            self._custody.forget(held)
 
-    def _send_failed(self, transfer: int, reason: str, handed_off: bool) -> None:
-        """Before the handoff left, the attempt has failed; after it D's word counts and P only frees."""
+    def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
+        """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
         if held is None:
             return
-        if handed_off:
-            self._drop(held, reason)
+        if quietly:
+            self._custody.drop(held, reason)
         else:
-            self._fail(held, reason, retry=True)
+            self._custody.fail(held, reason, retry=True)
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _fail(self, held: Held, reason: str, retry: bool) -> None:
-        self._commands.append(SendToGateway(held.gateway, SequenceFailed(*held.key, reason=reason, retry=retry)))
-        self._drop(held, reason)
+    def _unpark(self, parked: list[Held], reason: str) -> None:
+        """Free what is parked; whoever comes for it computes it again."""
+        for held in parked:
+            self._counters["parked_in_vain"] += 1
+            self._custody.drop(held, reason)
+        self._set_park_timer()
 
-    def _drop(self, held: Held, reason: str) -> None:
-        """Stop and free everything of a sequence, in any state."""
-        if held.transfer is not None:
-            self._commands.append(AbortTransfer(held.transfer, reason))
-        self._scheduler.cancel(held.key)
-        self._held.remove(held)
+    def _set_park_timer(self) -> None:
+        at_ns = self._parking.next_end_ns()
+        if at_ns is not None:
+            self._commands.append(SetTimer(PARK_TIMER, at_ns))
 
     def _drain(self, now_ns: int) -> None:
         if not self._draining:
             self._draining = True
+            self._custody.abandon_orphans()
+            self._unpark(self._parking.all(), "draining")
             self._commands.append(SetTimer(DRAIN_TIMER, now_ns + self._config.drain_timeout_ns))
 
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
         for held in list(self._held.by_key.values()):
-            self._fail(held, "draining", retry=True)
+            self._custody.fail(held, "draining", retry=True)
 
     def _exit(self, status: int, reason: str) -> None:
         if not self._exited:
@@ -389,7 +390,8 @@ class WorkerCore:
             self._commands.append(Exit(status, reason))
 
     def _take_commands(self) -> list[Command]:
-        commands, self._commands = self._commands, []
+        commands = self._commands.copy()
+        self._commands.clear()
         return commands
 
 

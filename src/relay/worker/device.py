@@ -4,14 +4,32 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from relay.errors import DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
+from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
+from relay.transfer.ring import DEFAULT_RING_BYTES
 from relay.worker.spec import WorkerSpec
 
 REPORT_S = 5.0  # between lines about a long load
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How much of a transfer may be under way."""
+
+    ring_bytes: int
+    limits: TransferLimits
+
+
+def flow_of(backend: str) -> Flow:
+    """What suits ``backend``: a device that two processes share in turns needs many copies under way to be worth a turn."""
+    if backend == "cuda":
+        return Flow(48 << 20, TransferLimits(window_bytes=32 << 20))
+    return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 
 def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:

@@ -20,7 +20,7 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import KvTransfers
+from relay.kernels.cuda.kv_copy import Copy, KvTransfers, Ordered
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
@@ -171,6 +171,7 @@ class CudaBackend:
     def run(self, start: int, stop: int, batch: Batch) -> None:
         with torch.cuda.stream(self._stream):
             if start == 0:
+                self._transfers.join(self._stream)
                 self._tables.flush()
                 self._mode = self._sampler.mode(batch)
                 self._begin(batch, whole=stop == len(self._launches))
@@ -275,17 +276,35 @@ class CudaBackend:
     def kv_bytes_per_token_layer(self) -> int:
         return 2 * self._program.geometry.kv_width * 2
 
-    @device_errors()
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self._transfers.read(self._device.cache(layer), block_table, first, count, out, self._written.of(layer))
+    stage_depth = 12  # frames of a connection that are copied at once
+
+    def register(self, region: memoryview) -> None:
+        """Pin memory that both engines of a transfer map."""
+        self._transfers.register(region)
+
+    def unregister(self, region: memoryview) -> None:
+        self._transfers.unregister(region)
 
     @device_errors()
+    def stage(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> Copy:
+        """Begin ``read_kv``; the bytes are in ``out`` after ``wait``."""
+        return self._transfers.stage(self._device.cache(layer), block_table, first, count, out, layer, self._written)
+
+    @device_errors()
+    def collect(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> Ordered:
+        """``write_kv`` that waits for nothing: steps and reads that are queued later see the values."""
+        return self._transfers.collect(self._device.cache(layer), block_table, first, count, data)
+
+    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
+        self.stage(layer, block_table, first, count, out).wait()
+
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self._transfers.write(self._device.cache(layer), block_table, first, count, data)
+        self.collect(layer, block_table, first, count, data)
 
     @device_errors()
     def copy_block(self, source: int, target: int) -> None:
         assert self._device.kv is not None
+        self._transfers.join(self._stream)
         with torch.cuda.stream(self._stream):
             self._device.kv[:, :, target].copy_(self._device.kv[:, :, source])
 

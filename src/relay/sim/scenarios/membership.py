@@ -125,6 +125,18 @@ def _rolling_upgrade(stage: Stage) -> None:
     stage.require(len(set(ids.values())) == 1 and "numerics-2" in ids.values(), f"the upgrade left {ids}")
 
 
+def _version_skew(stage: Stage) -> None:
+    clients = [stage.submit(prompt=40, max_tokens=50, salt=salt) for salt in range(3)]
+    stage.until(lambda: all(client.tokens[0] for client in clients), "all run")
+    stage.world.upgrade()
+    first, second, third = stage.world.workers
+    stage.kill(first)  # comes back with other numerics
+    stage.until(lambda: stage.incarnations()[first] > 1 and stage.ready(first), f"{first} is replaced")
+    stage.kill(second)  # its streams may go on at the third one only, however free the first one is
+    stage.finish(*clients)
+    stage.require(stage.engine(first).numerics != stage.engine(third).numerics, "there was no skew")
+
+
 SCENARIOS = (
     Scenario(
         "master-stall",
@@ -174,5 +186,12 @@ SCENARIOS = (
         "workers are replaced one after another by ones with other numerics under load: KV never crosses, no stream fails",
         cluster(2, 2),
         _rolling_upgrade,
+    ),
+    Scenario(
+        "version-skew",
+        "rolling upgrades everywhere: for a while old and new workers serve together, and a stream changes its bits on the way",
+        "one of three workers has other numerics already when another dies: its streams go on at the one that is like it",
+        cluster(0, 3),
+        _version_skew,
     ),
 )

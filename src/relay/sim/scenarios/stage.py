@@ -15,6 +15,7 @@ from relay.control.transitions import AttemptState, ChoiceState
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams
+from relay.sim.backend import POISON
 from relay.sim.clients import Client, Expectation
 from relay.sim.engine import EngineProcess
 from relay.sim.gateway import HOST
@@ -76,6 +77,7 @@ def cluster(prefill: int, decode: int, **changes: object) -> Swarm:
         requests=0,
         chaos_ms=0,
         poison=0,
+        clock_ns=1_000_000_000_000,
     )
     return replace(swarm, **changes)  # type: ignore[arg-type]  # fields by name
 
@@ -155,7 +157,8 @@ class Stage:
     ) -> Client:
         """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own."""
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
-        token_ids = [*STEM[:shared], *own]
+        token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
+        self.world.num_poison += poison
         submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 

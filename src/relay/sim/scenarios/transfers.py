@@ -21,7 +21,7 @@ def _reserved(stage: Stage, client: Client) -> bool:
 
 
 def _partial_kv(stage: Stage) -> None:
-    for salt, blow in enumerate(("kill P", "cut", "truncate", "lose", "abort")):
+    for salt, blow in enumerate(("kill P", "cut", "truncate", "corrupt", "lose", "abort")):
         client = stage.submit(prompt=80, max_tokens=6, salt=salt)
         stage.until(lambda: _streaming(stage, "decode-0"), "D receives KV")
         attempt = stage.attempts(client)
@@ -34,6 +34,9 @@ def _partial_kv(stage: Stage) -> None:
         elif blow == "truncate":
             stage.fault("kv_truncate", "decode-0")
             stage.world.network.truncate_next_kv += 1
+        elif blow == "corrupt":
+            stage.fault("kv_corrupt", "decode-0")
+            stage.world.network.corrupt_next_kv += 1
         elif blow == "lose":
             stage.fault("kv_lose", "decode-0")
             stage.world.network.lose_next_kv += 1
@@ -63,6 +66,15 @@ def _stranded_lease(stage: Stage) -> None:
     stage.until(lambda: stage.idle("prefill-0"), "P gives up on D", lease_ms)
     stage.finish(client)
     mend()
+    # P's frames are held back: D gives up after its lease too, though both are alive to the gateway.
+    client = stage.submit(prompt=80, max_tokens=12, salt=3)
+    decode = stage.decode_of(client)
+    stage.until(lambda: _streaming(stage, decode), "D receives KV")
+    first = stage.attempts(client)
+    mend = stage.partition(("prefill-0", decode))
+    stage.until(lambda: stage.attempts(client) > first, "D gives up on P", lease_ms)
+    mend()
+    stage.finish(client)
 
 
 def _late_writes(stage: Stage) -> None:
@@ -106,7 +118,7 @@ SCENARIOS = (
     Scenario(
         "partial-kv",
         "SGLang (issue 30233): when prefill was aborted, decode went on from the KV that had come and produced garbage",
-        "while D receives KV: P is killed, the connection cut, a frame truncated, a frame lost, the client gone; "
+        "while D receives KV: P is killed, the connection cut, a frame truncated, a bit flipped, a frame lost, the client gone; "
         "D never computes from what came, and the request is answered by another attempt",
         cluster(1, 1),
         _partial_kv,
