@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 TICKS = 4  # how many ticks late a deadline may be noticed
 
 
-def within_budget(world: "World") -> None:
+def within_budget(node: GatewayNode) -> None:
     """Hedges compute no more than their share of what was asked for. After every event of the gateway: one comparison."""
-    state = world.gateway.core.state
+    state = node.core.state
     counters, config = state.counters, state.config.hedge
     spent = counters["hedge_tokens"]
     if spent and spent * 1000 > config.budget_per_mille * (counters["tokens"] + counters["prompt_tokens"]):

@@ -18,7 +18,7 @@ __all__ = ["MUTANTS", "SEEDS", "Finding", "Mutant", "by_name", "find", "planted"
 SEEDS = 500  # runs that may be needed
 SCENARIO_SEEDS = 2  # of each scenario, before the seeds
 
-MUTANTS: tuple[Mutant, ...] = control.TABLE + suspicion.TABLE + engine.TABLE + worker.TABLE + gateways.TABLE
+MUTANTS: tuple[Mutant, ...] = control.TABLE + suspicion.TABLE + gateways.TABLE + engine.TABLE + worker.TABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bugs in what several gateways need: owners, orphans, taking over."""
+"""Bugs in what lets one gateway continue the streams of another: owners, orphans, the log of tokens."""
 
 from typing import Any
 
@@ -9,8 +9,46 @@ from relay.sim.planted.mutant import Mutant
 from relay.worker.custody import Custody
 from relay.worker.held import Held
 from relay.worker.orphans import Orphans
+from relay.worker.owners import Owners
 from relay.worker.table import HeldTable
 from relay.worker.token_log import TokenLog
+
+
+def _never_expired(original: Any) -> Any:
+    return lambda orphans, now_ns: []
+
+
+def _any_epoch(original: Any) -> Any:
+    """Every life of a gateway counts, the old one beside the new one."""
+
+    def connected(owners: Owners, connection: int, gateway: str, epoch: int) -> tuple[bool, list[int]]:
+        owners._epochs[gateway] = 0
+        original(owners, connection, gateway, epoch)
+        return True, []
+
+    return connected
+
+
+def _dropped_at_once(original: Any) -> Any:
+    """What a lost gateway ordered is not kept."""
+
+    def gateway_lost(custody: Custody, gateway: int, now_ns: int, *, keep: bool) -> None:
+        original(custody, gateway, now_ns, keep=False)
+
+    return gateway_lost
+
+
+def _silent(original: Any) -> Any:
+    return lambda custody: []
+
+
+def _one_late(original: Any) -> Any:
+    """The new owner is told what follows the next token, not the next token."""
+
+    def entry(log: TokenLog, name: Any, old: Any, position: int) -> Any:
+        return original(log, name, old, position + 1)
+
+    return entry
 
 
 def _forgets_what_was_said(original: Any) -> Any:
@@ -18,13 +56,6 @@ def _forgets_what_was_said(original: Any) -> Any:
 
     def entry(log: TokenLog, name: SequenceKey, old: Work, position: int) -> TokenEntry | None:
         return None
-
-    return entry
-
-
-def _skips_a_token(original: Any) -> Any:
-    def entry(log: TokenLog, name: SequenceKey, old: Work, position: int) -> Any:
-        return original(log, name, old, position + 1)
 
     return entry
 
@@ -45,17 +76,6 @@ def _any_sequence_will_do(original: Any) -> Any:
     return find
 
 
-def _never_expires(original: Any) -> Any:
-    return lambda orphans, now_ns: []
-
-
-def _drops_instead_of_keeping(original: Any) -> Any:
-    def lost(custody: Custody, gateway: int, now_ns: int, *, keep: bool) -> None:
-        original(custody, gateway, now_ns, keep=False)
-
-    return lost
-
-
 def _cut_is_death(original: Any) -> Any:
     """A worker whose connection to one gateway was lost is killed for all."""
 
@@ -66,11 +86,13 @@ def _cut_is_death(original: Any) -> Any:
 
 
 TABLE = (
+    Mutant("an adopted stream begins one late", "I16", TokenLog, "entry", _one_late),
+    Mutant("orphans are dropped at once", "I16", Custody, "gateway_lost", _dropped_at_once),
+    Mutant("orphans are never freed", "I8", Orphans, "expired", _never_expired),
+    Mutant("old lives of a gateway count", "I3", Owners, "connected", _any_epoch),
+    Mutant("the list of orphans is not told", "I16", Custody, "news", _silent),
     Mutant("an orphan's tokens are not told", "I16", TokenLog, "entry", _forgets_what_was_said),
-    Mutant("an orphan's tokens are told from one too late", "I16", TokenLog, "entry", _skips_a_token),
     Mutant("an adopted sequence stays with its first owner", "I3", HeldTable, "rename", _keeps_the_old_owner),
     Mutant("any orphan is taken over", "I16", Orphans, "find", _any_sequence_will_do),
-    Mutant("orphans are kept for ever", "I8", Orphans, "expired", _never_expires),
-    Mutant("nothing is kept for a gateway that died", "scenario", Custody, "gateway_lost", _drops_instead_of_keeping),
     Mutant("a lost connection kills the worker", "scenario", Membership, "lose", _cut_is_death),
 )

@@ -1,39 +1,45 @@
-"""Gateways that die, come back or lose a connection, while other gateways serve from the same workers."""
+"""Scenarios about gateways that die, and about more than one of them."""
+
+from dataclasses import replace
 
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster
 from relay.sim.swarm import MS
 from relay.worker.core import WorkerConfig
 
+PAIR = ("gateway-0", "gateway-1")
 HOLD_MS = 1500
-TWO = ("gateway-0", "gateway-1")
+
+
+def _two_gateways(stage: Stage) -> None:
+    other = stage.world.gateways[PAIR[1]]
+    clients = [stage.submit(prompt=40, max_tokens=40, salt=salt) for salt in range(4)]
+    stage.until(lambda: all(client.tokens[0] for client in clients), "all run")
+    lives = {worker: node.key.incarnation for worker, node in stage.world.workers.items()}
+    stage.kill_gateway(PAIR[0])
+    stage.finish(*clients, within_ms=5000)  # each checks that the second gateway says what the first one said
+    stage.require(
+        {w: n.key.incarnation for w, n in stage.world.workers.items()} == lives, "a worker died with its gateway"
+    )
+    loads = [worker.load for worker in other.core.state.workers.values()]
+    adopted = sum(load.counters.get("orphans_adopted", 0) for load in loads if load is not None)
+    stage.require(adopted > 0, "nothing was taken over, all was computed again")
+    stage.require(not other.core.state.counters["resumed"], "what was taken over did not go on where it was")
+    # Both at once: the second one goes on with its own while the first one comes back.
+    more = [stage.submit(prompt=40, max_tokens=20, salt=salt) for salt in range(4, 8)]
+    stage.until(lambda: all(client.tokens[0] for client in more), "all run at the second gateway")
+    stage.world.supervisor.start(PAIR[0])
+    stage.finish(*more, within_ms=5000)
+    stage.until(
+        lambda: len(stage.world.gateways[PAIR[0]].core.state.ready_workers()) == 3, "it knows all workers", 3000
+    )
+    stage.require(other.alive, "the second gateway died too")
 
 
 def _busy(stage: Stage, requests: int, max_tokens: int = 40) -> list[Client]:
     clients = [stage.submit(prompt=24, max_tokens=max_tokens, salt=salt) for salt in range(requests)]
     stage.until(lambda: all(client.tokens[0] for client in clients), "all have tokens")
     return clients
-
-
-def _adopted(stage: Stage) -> int:
-    engines = [node.running for node in stage.world.workers.values()]
-    return sum(engine.core.orphans.num_adopted for engine in engines if engine is not None)
-
-
-def _two_gateways(stage: Stage) -> None:
-    before = stage.incarnations()
-    clients = _busy(stage, 5)
-    stage.kill_gateway("gateway-0", 300)
-    stage.finish(*clients)
-    stage.require(all(client.gateway == "gateway-1" for client in clients), "somebody did not move")
-    stage.require(_adopted(stage) > 0, "nothing was taken over: everything was computed again")
-    stage.require(not stage.counter("resumed"), "what was taken over did not fit")
-    stage.wait(400)
-    clients = _busy(stage, 5)
-    for gateway in TWO:  # nobody is left: workers wait, and so do clients
-        stage.kill_gateway(gateway, 200)
-    stage.finish(*clients)
-    stage.require(stage.incarnations() == before, f"workers were replaced: {stage.incarnations()}")
 
 
 def _nobody_comes_back(stage: Stage) -> None:
@@ -48,7 +54,7 @@ def _nobody_comes_back(stage: Stage) -> None:
 def _gateways_stay_away(stage: Stage) -> None:
     clients = _busy(stage, 3)
     before = stage.incarnations()
-    for gateway in TWO:
+    for gateway in PAIR:
         stage.kill_gateway(gateway, HOLD_MS + 1000)
     stage.wait(HOLD_MS + 500)
     alive = [name for name, node in stage.world.workers.items() if node.alive or node.running is not None]
@@ -74,15 +80,16 @@ def _cut_connection(stage: Stage) -> None:
 
 
 _SWARM = cluster(
-    1, 2, gateways=TWO, worker=WorkerConfig(report_interval_ns=10 * MS, orphan_hold_ns=HOLD_MS * MS), load_ms=20
+    1, 2, gateways=PAIR, worker=WorkerConfig(report_interval_ns=10 * MS, orphan_hold_ns=HOLD_MS * MS), load_ms=20
 )
+_CLUSTER = cluster(1, 2)
 
 SCENARIOS = (
     Scenario(
         "two-gateways",
-        "A front end process dies and every open stream ends with it, although the workers behind it are well.",
-        "Two gateways share workers. One is killed, then both: clients come back to whoever lives and get the rest.",
-        _SWARM,
+        "Dynamo: a frontend that is killed takes its streams with it (128 to 144 of 800 requests, 17 s in its own tests)",
+        "one of two gateways dies under four streams: the other goes on with each exactly, no worker dies, the first comes back",
+        replace(_CLUSTER, gateways=PAIR, worker=replace(_CLUSTER.worker, orphan_hold_ns=2000 * MS)),
         _two_gateways,
     ),
     Scenario(

@@ -125,6 +125,7 @@ class Stage:
     def __init__(self, world: World) -> None:
         self.world = world
         self.kernel = world.kernel
+        self._submitted = 0
         world.stop_per_mille = 0
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -160,8 +161,8 @@ class Stage:
         token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
         self.world.num_poison += poison
         params = SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs)
-        key = (len(self.world.clients) + 1).to_bytes(16, "little")
-        submission = Submission(token_ids, params, n, resume_key=key)
+        self._submitted += 1
+        submission = Submission(token_ids, params, n, resume_key=self._submitted.to_bytes(16, "big"))
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -287,12 +288,13 @@ class Stage:
 
         return self._until_healed(thaw, worker)
 
-    def kill_gateway(self, name: str, ms: int) -> None:
-        """SIGKILL; another life of it begins after ``ms``."""
+    def kill_gateway(self, host: str, ms: int = 0) -> None:
+        """With all it knows. Its clients come back to another one. With ``ms``, another life of it begins after that time."""
         self.fault("kill_gateway", "")
-        self.world.supervisor.kill(self.world.gateways[name])
-        start = self._until_healed(lambda: self.world.supervisor.start(name), "")
-        self.kernel.after(ms * MS, start)
+        self.world.supervisor.kill(self.world.gateways[host])
+        if ms:
+            start = self._until_healed(lambda: self.world.supervisor.start(host), "")
+            self.kernel.after(ms * MS, start)
 
     def stall_gateway(self, ms: int) -> None:
         self.fault("gateway_stall", "")
