@@ -102,15 +102,8 @@ class WorkerCore:
         self._counters: Counter[str] = Counter()
         self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
-        self._custody = Custody(
-            self._held,
-            scheduler,
-            self._reporter,
-            self._counters,
-            self._commands,
-            config.max_held,
-            config.orphan_hold_ns,
-        )
+        bounds = (config.max_held, config.orphan_hold_ns)
+        self._custody = Custody(self._held, scheduler, self._reporter, self._counters, self._commands, *bounds)
 
     @property
     def draining(self) -> bool:
