@@ -206,7 +206,10 @@ class Membership:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
+                if worker.refuses:  # it left as asked, before it had heard of this
+                    self._dispatcher.close(attempt, now_ns, f"{worker.id} has drained")
+                else:
+                    self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
