@@ -177,8 +177,13 @@ def test_what_a_draining_engine_hands_back_has_not_failed() -> None:
     world = World(first, TWO).ready()
     world.submit([7] * 20)
     (attempt,) = world.core.state.requests[1].choices[0].attempts
-    attempt.decode.refuses = True
-    world.handle(e.WorkerMessage(attempt.decode.key, SequenceFailed(1, 0, 1, "draining", True)))
+    key = attempt.decode.key
+    world.workers[key].draining = True
+    world.to_engine[key].clear()
+    world.handle(
+        e.WorkerMessage(key, SequenceFailed(1, 0, 1, "draining", True))
+    )  # before any heartbeat tells of the drain
+    assert state(world, key.worker) is WorkerState.DRAINING
     assert (attempt.choice.failures, world.core.state.counters["resumed"]) == (0, 0)
 
 
