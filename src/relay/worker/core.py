@@ -13,6 +13,7 @@ from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
+    HANDED_BACK,
     Accept,
     Cancel,
     Drain,
@@ -377,7 +378,7 @@ class WorkerCore:
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
         for held in list(self._held.by_key.values()):
-            self._custody.fail(held, "draining", retry=True)
+            self._custody.fail(held, HANDED_BACK, retry=True)
 
     def _exit(self, status: int, reason: str) -> None:
         if not self._exited:
