@@ -3,20 +3,26 @@
 from typing import Any, cast
 
 from relay.clock import MonotonicClock
-from relay.transfer.contract import TransferLimits
-from relay.transfer.frame import Header, Kind
+from relay.transfer.contract import ReceiveFailed, TransferEvent, TransferLimits
+from relay.transfer.frame import Header, Kind, Probe, encode_payload
 from relay.transfer.inbound import InboundLink, ReceptionTable
 from tests.transfer.nodes import receive_order
 from tests.transfer.stores import LAYOUT
 
 
+class _Link:
+    def post(self, replies: list[Any]) -> None:
+        """Nobody is there to be answered."""
+
+
 def test_the_end_of_a_connection_of_another_life_or_attempt_ends_nothing() -> None:
-    table = ReceptionTable(LAYOUT, TransferLimits(), lambda event: None, MonotonicClock())
+    events: list[TransferEvent] = []
+    table = ReceptionTable(LAYOUT, TransferLimits(), events.append, MonotonicClock())
     order = receive_order()
     table.open(order)
     reception = table.get(order.transfer)
     assert reception is not None
-    right, older, earlier = [cast(InboundLink, object()) for _ in range(3)]
+    right, older, earlier = [cast(InboundLink, _Link()) for _ in range(3)]
 
     def heard(link: Any, epoch: int, attempt: int) -> None:
         with reception.lock:
@@ -26,4 +32,10 @@ def test_the_end_of_a_connection_of_another_life_or_attempt_ends_nothing() -> No
     heard(right, order.source_incarnation, order.attempt)
     heard(earlier, order.source_incarnation, order.attempt - 1)
     assert reception.link is right
-    assert reception.links == {right}
+    table.link_lost(older, "EOF")
+    table.link_lost(earlier, "EOF")
+    assert events == []
+    probe = Header(Kind.PROBE, order.transfer, order.source_incarnation, order.attempt)
+    reception.receiver.receive(probe, encode_payload(Probe(0)), 0)  # P is there: from now on its link counts
+    table.link_lost(right, "EOF")
+    assert events == [ReceiveFailed(order.transfer, "EOF")]
