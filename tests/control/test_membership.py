@@ -132,6 +132,19 @@ def test_a_ready_worker_that_fails_by_itself_is_restarted_ever_later(how: str) -
     assert delay_ns == 0.8 * SECOND
 
 
+def test_a_kill_that_only_the_agents_status_tells_of_is_a_kill() -> None:
+    """Found by `relay sim --seed 4837`: 137 was taken for a crash, and three kills for a crash loop without workers."""
+    world = World(first, ONE).ready()
+    for _ in range(8):
+        key = live_key(world, "worker-0")
+        world.workers[key].alive = False
+        said = world.handle(e.ConnectionLost(key, "agent", "EOF"))
+        said += world.handle(e.LauncherExited(key, status=137))
+        assert any(isinstance(command, c.LaunchWorker) for command in said)
+        assert world.submit([1, 2]) is None
+        world.ready()
+
+
 def test_a_stable_life_forgives_what_came_before() -> None:
     world = World(first, ONE).ready()
     for _ in range(3):

@@ -279,7 +279,7 @@ class Checkers:
         awake_ns = now_ns - world.calm_since_ns("")
         silence_ns = 2 * int(detector.dead_after_s * SECOND) + slack_ns
         for worker in state.workers.values():
-            silent_ns = min(awake_ns, now_ns - gateway.heard_ns.get(worker.key, now_ns))
+            silent_ns = min(awake_ns, now_ns - gateway.spoke_ns.get(worker.key, now_ns))
             if worker.state in LIVE and silent_ns > silence_ns:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, silent for {silent_ns / SECOND:.1f} s"
