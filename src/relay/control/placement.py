@@ -61,6 +61,7 @@ class Dispatcher:
         budget.pass_time(now_ns)
         if budget.affords(placement.uncached):
             budget.spend(placement.uncached)
+            state.counters["recomputed_tokens"] += placement.uncached
             return True
         wait_ns = max(int(retry.backoff_s * SECOND), budget.wait_ns(placement.uncached))
         state.resumes_wait_until_ns = now_ns + min(wait_ns, int(retry.max_backoff_s * SECOND))
@@ -217,6 +218,9 @@ class Dispatcher:
         self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
         self._cancel(attempt)
         self._leave(attempt, now_ns)
+        computing = attempt.prefill or attempt.decode
+        if choice.request.suspicion.blames and computing.state in LIVE:
+            computing.watch(choice.request)
         for survivor in choice.attempts:
             survivor.hedge = False
         if not choice.attempts:
@@ -230,8 +234,8 @@ class Dispatcher:
         """
         for attempt in list(worker.live):
             choice = attempt.choice
-            if attempt.decode is not worker or attempt not in choice.attempts:
-                continue
+            if attempt.decode is not worker or attempt not in choice.attempts or choice.request.suspicion.blames:
+                continue  # a suspect may hang what it computes on: it is not to go on to the next meanwhile
             if len(choice.attempts) > 1:
                 self.close(attempt, now_ns, f"{worker.id} drains")
                 continue
