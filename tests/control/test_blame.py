@@ -7,7 +7,7 @@ from world import World
 from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.transitions import ChoiceState
+from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
@@ -161,6 +161,27 @@ def test_until_its_first_token_a_request_is_on_one_engine(n: int) -> None:
     assert all(client.finished for client in world.clients.values())
 
 
+def test_hedges_of_choices_share_one_other_engine_until_the_first_token() -> None:
+    """Found by `relay sim --seed 4919`: the hedges of two choices of a hanging request hung two more engines at once."""
+    world = World(first, MANY).ready()
+    world.submit(LONG, n=3)
+    request = world.core.state.requests[1]
+    router = world.core._dispatcher._router
+    taken = set()
+    for choice in request.choices:
+        (attempt,) = choice.attempts
+        attempt.decode.suspect = True
+        for worker in world.core.state.workers.values():  # load that would spread them
+            worker.backlog_tokens += 1000 * (worker.id in taken)
+        placement = router.choose_hedge(attempt, world.now_ns)
+        for worker in world.core.state.workers.values():
+            worker.backlog_tokens = sum(worker.live.values())
+        if placement is not None:
+            world.core._dispatcher.hedge(attempt, placement, world.now_ns)
+            taken.add(placement.decode.id)
+    assert len(taken) == 1
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()
@@ -234,6 +255,31 @@ def test_a_hang_that_is_not_noticed_yet_does_not_spread() -> None:
     assert choice.state is ChoiceState.PLACED, "the first was only slow"
     world.settle()
     assert world.clients[1].finished
+
+
+def test_a_suspect_that_leaves_a_step_behind_is_not_placed_before_that_is_over() -> None:
+    """Found by `relay sim --seed 43` with rolling_restart: moved off D, it hung a third engine while P hung, too."""
+    world = World(first, MANY).ready()
+    world.submit(LONG)
+    world.core.state.requests[1].suspicion.blames = 2
+    choice = world.core.state.requests[1].choices[0]
+    key = choice.attempts[0].decode.key
+    assert order_to_leave(world, key) is WorkerState.DRAINING
+    assert choice.attempts[0].decode.key == key, "a suspect is not moved"
+    world.handle(e.WorkerMessage(key, SequenceFailed(1, 0, 1, "target lost", True)))
+    for beat, waits in ((Heartbeat(7, "stepping", 90, "R"), True), (Heartbeat(8, "stepping", 9, "R"), True)):
+        world.now_ns += SECOND // 20
+        world.handle(e.WorkerMessage(key, beat))
+        assert (choice.state is ChoiceState.WAITING) is waits
+    world.handle(e.WorkerMessage(key, Heartbeat(9, "stepping", 9, "R")))
+    assert choice.state is ChoiceState.PLACED, "two steps later nothing of it can be in flight"
+    world.settle()
+    assert world.clients[1].finished
+
+
+def order_to_leave(world: World, key: WorkerKey) -> WorkerState:
+    world.handle(e.LeaveOrdered((key.worker,)))
+    return world.core.state.workers[key.worker].state
 
 
 def test_a_hang_and_a_kill_of_one_life_are_one_blame() -> None:

@@ -104,6 +104,17 @@ def test_the_only_worker_is_told_at_once_and_its_streams_wait_for_its_next_life(
     finish(world)
 
 
+def test_nobody_fails_for_want_of_workers_while_the_only_one_drains() -> None:
+    """Found by `relay sim --seed 37` with drain_order: what it still computed was failed with no_workers."""
+    world = busy([("a", "both")], requests=1, max_tokens=200)
+    assert order(world, "a") == ""
+    world.submit([1, 2, 3])
+    for _ in range(120):
+        world.advance(until_ns=world.now_ns + SECOND)
+    assert [client.failure for client in world.clients.values()] == [None, None]
+    finish(world)
+
+
 def test_kept_out_until_it_is_asked_for() -> None:
     world = busy()
     assert order(world, "b", stay_out=True) == ""

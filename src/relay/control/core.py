@@ -245,7 +245,8 @@ class GatewayCore:
         """Requests past their own deadline, and those that waited too long for any worker at all."""
         state = self.state
         admission_config = state.config.admission
-        if any(worker.state is WorkerState.READY for worker in state.workers.values()):
+        # One that drains serves what it has, and is bounded by its own time-out.
+        if any(worker.state in LIVE for worker in state.workers.values()):
             state.no_worker_since_ns = None
         elif state.no_worker_since_ns is None:
             state.no_worker_since_ns = now_ns

@@ -29,6 +29,7 @@ from relay.protocol.messages import (
     Hello,
 )
 
+SIGNALLED = 128
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
@@ -161,6 +162,8 @@ class Membership:
         restart = self._state.config.restart
         end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
         status, signal = (end.status, end.signal) if end else (None, None)
+        if status is not None and status > SIGNALLED:  # an agent ends with its engine's signal as a shell would say it
+            signal, status = status - SIGNALLED, None
         if worker.served and signal in KILL_SIGNALS:
             worker.failures = min(worker.failures, 1)  # however often it is killed: that is no crash loop
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
@@ -197,6 +200,8 @@ class Membership:
         worker.suspect = worker.slow = False
         worker.forget_cache()
         self._blame.long_step(worker, ())
+        for request in list(worker.watched):
+            worker.unwatch(request)
         if not fence:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
@@ -291,8 +296,7 @@ class Membership:
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0
-        if beat.manifest or worker.long_step:
-            self._blame.long_step(worker, beat.manifest)
+        self._blame.heard(worker, beat)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
             how = f"no progress in a step for {beat.phase_age_ms} ms"

@@ -218,6 +218,9 @@ class Dispatcher:
         self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
         self._cancel(attempt)
         self._leave(attempt, now_ns)
+        computing = attempt.prefill or attempt.decode
+        if choice.request.suspicion.blames and computing.state in LIVE:
+            computing.watch(choice.request)
         for survivor in choice.attempts:
             survivor.hedge = False
         if not choice.attempts:
@@ -231,8 +234,8 @@ class Dispatcher:
         """
         for attempt in list(worker.live):
             choice = attempt.choice
-            if attempt.decode is not worker or attempt not in choice.attempts:
-                continue
+            if attempt.decode is not worker or attempt not in choice.attempts or choice.request.suspicion.blames:
+                continue  # a suspect may hang what it computes on: it is not to go on to the next meanwhile
             if len(choice.attempts) > 1:
                 self.close(attempt, now_ns, f"{worker.id} drains")
                 continue

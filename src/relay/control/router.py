@@ -123,7 +123,11 @@ class Router:
             and self._may_serve(worker, choice)
             and len(worker.live) < self._allowance(worker, now_ns)
         ]
-        return self._among(fine, choice, now_ns)
+        placement = self._among(fine, choice, now_ns)
+        homes = self._computing_at(choice.request)
+        if placement is not None and len(homes) > 1 and (placement.prefill or placement.decode) not in homes:
+            return None  # hedges of its choices must not take a third engine before it has proved harmless
+        return placement
 
     def _among(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
         """The best placement on some of ``ready``."""

@@ -233,6 +233,9 @@ class TokenPath:
         attempt = request.choices[message.choice].find(message.attempt)
         if attempt is None or not attempt.on(worker):
             return
+        if message.retry and worker.refuses:
+            self._dispatcher.close(attempt, now_ns, f"{worker.id} drains")  # handed back in its drain time-out
+            return
         if message.retry:
             self._dispatcher.transfer_failed(attempt, now_ns)
             self._dispatcher.reopen(attempt, now_ns, f"{worker.id}: {message.reason}")

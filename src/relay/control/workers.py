@@ -50,6 +50,9 @@ class Worker:
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
         self.long_step: list[Request] = []  # what its engine computes in a step that may hang
+        self.watched: dict[
+            Request, int | None
+        ] = {}  # suspects whose last step may still run → the step seen first since
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.exit: LauncherExited | None = None
@@ -158,6 +161,16 @@ class Worker:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
         self.full = self.queue_full = False
+
+    def watch(self, request: Request) -> None:
+        """An attempt of a suspect ended while its step may run here: until that is over, it may hang unnoticed."""
+        if request not in self.watched:
+            request.suspicion.unexplained += 1
+        self.watched[request] = None
+
+    def unwatch(self, request: Request) -> None:
+        del self.watched[request]
+        request.suspicion.unexplained -= 1
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

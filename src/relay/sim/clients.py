@@ -48,6 +48,7 @@ class Client:
     cancelled: bool = False
     deceived: bool = False  # a machine is wrong on purpose, and the client cannot know
     failure: RequestFailure | None = None
+    unread: int | None = None  # tokens written for a slow reader; None: it reads at once
     answers: list[list[int]] = field(default_factory=list)  # what the present gateway has said, by choice
     gateway: str = ""  # the present one; empty: the client is on its way to another
     returns: bool = False  # it was with a gateway before

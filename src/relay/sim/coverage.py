@@ -20,7 +20,10 @@ IMPOSSIBLE: dict[Cell, str] = {
         (fault, moments.IDLE): "a KV frame is damaged on its way between two workers that wait for it"
         for fault in KV_DAMAGE
     },
-    ("client_disconnect", moments.IDLE): "a client that disconnects has a request",
+    **{
+        (fault, moments.IDLE): "a client that disconnects has a request"
+        for fault in ("client_disconnect", "slow_reader", "client_retry")
+    },
 }
 """Cells that cannot occur, with the reason."""
 
@@ -28,6 +31,8 @@ SOMETIMES = (
     "a hung engine is noticed",
     "a step of one row raised",
     "a step of several rows raised",
+    "an engine crashed on its start",
+    "control message repeated",
     "failed: deadline_exceeded",
     "failed: engine_error",
     "failed: numerics_changed",
@@ -53,6 +58,7 @@ SOMETIMES = (
     "refused: kv_cache_exceeded",
     "refused: no_workers",
     "refused: queue_full",
+    "slow reader let go",
     "stale message",
     "stop string",
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from relay.sim.outages import OUTAGES
 from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
@@ -288,4 +289,5 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "new_numerics": _new_numerics,
     "kill_gateway": _kill_gateway,
     "stranger": visit,
+    **OUTAGES,
 }

@@ -96,6 +96,7 @@ class GatewayNode(Process):
         self._bound: dict[tuple[WorkerKey, str], _Connection] = {}
         self.timers: dict[e.TimerKey, int] = {}
         self.heard_ns: dict[WorkerKey, int] = {}  # last heartbeat that arrived, for checkers
+        self.spoke_ns: dict[WorkerKey, int] = {}  # last message of either process
         self.frozen_ns: dict[WorkerKey, int] = {}  # since when heartbeats say that the engine is stopped
         self._pending: deque[c.Command] = deque()
         self._executing = False
@@ -120,6 +121,8 @@ class GatewayNode(Process):
         """Let the core handle ``event`` and carry out what it wants done."""
         self.kernel.events += 1
         self._before(self, event)
+        if type(event) is e.WorkerMessage:
+            self.spoke_ns[event.worker] = self.kernel.now_ns
         if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
             self.heard_ns[event.worker] = self.kernel.now_ns
             if event.message.engine_state == "T":

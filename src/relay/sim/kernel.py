@@ -14,7 +14,7 @@ TRACE_CALLS = 4096  # hashed at once
 
 
 class Violation(Exception):
-    """An invariant does not hold. ``invariant`` is its name in ``checkers.STATEMENTS``."""
+    """An invariant does not hold. ``invariant`` is its name in ``invariants.STATEMENTS``."""
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")
@@ -32,6 +32,8 @@ class Kernel:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.now_ns = self.origin_ns = 0
+        self.wall_ns = 1_700_000_000_000_000_000  # what the wall clock is ahead of ``now_ns``
+        self.wall_readers: dict[str, None] = {}  # who has looked at it
         self.calls = 0
         self.events = 0
         self.counts: Counter[str] = Counter()  # sometimes(name)

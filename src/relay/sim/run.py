@@ -5,10 +5,11 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from relay.sim.checkers import STATEMENTS
+from relay.sim.invariants import STATEMENTS
 from relay.sim.kernel import Violation
 from relay.sim.swarm import Swarm
 from relay.sim.tape import Edits, ForeignTape, Tape
+from relay.sim.wall_clock import watched
 from relay.sim.world import World, fault_counts
 
 STORY_LINES = 34  # a whole report has at most 40 lines
@@ -96,10 +97,13 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
     started = time.process_time()
     try:
         world = World(tape, script.swarm if script else None)
-        if script is None:
-            world.run()
-        else:
-            script.run(world)
+        with watched(world.kernel):
+            if script is None:
+                world.run()
+            else:
+                script.run(world)
+        if world.kernel.wall_readers:
+            raise Violation("I14", f"the wall clock was read at {', '.join(world.kernel.wall_readers)}")
     except ForeignTape:
         raise
     except Violation as violation:

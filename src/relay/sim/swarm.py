@@ -45,8 +45,29 @@ FAULTS = (
     "new_numerics",
     "kill_gateway",
     "stranger",
+    "control_repeat",
+    "half_open",
+    "vanish",
+    "flap",
+    "crash_loop",
+    "restart_storm",
+    "registry_blip",
+    "drain_order",
+    "rolling_restart",
+    "rolling_upgrade",
+    "clock_jump",
+    "slow_reader",
+    "client_retry",
 )
-HARMLESS = ("stranger",)  # nothing may fail because of these
+HARMLESS = (
+    "stranger",
+    "drain_order",
+    "rolling_restart",
+    "rolling_upgrade",
+    "clock_jump",
+    "slow_reader",
+    "client_retry",
+)  # nothing may fail because of these
 
 
 @dataclass(frozen=True, slots=True)

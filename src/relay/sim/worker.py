@@ -39,6 +39,7 @@ class WorkerNode:
         launcher_exited: Callable[[WorkerKey, int | None, int | None, EngineExited | None], None],
         observe: Callable[[EngineProcess, Event | Ended], None],
         poisoned: Callable[[], None],
+        start_crashes: bool = False,
     ) -> None:
         self.key = key
         self.role = role
@@ -46,6 +47,7 @@ class WorkerNode:
         self._network = network
         self._launcher_exited = launcher_exited
         self._poisoned = poisoned
+        self._start_crashes = start_crashes
         self._last_word: EngineExited | None = None  # left with the launcher
         self.agent = Process(kernel)
         self.engine: EngineProcess | None = None
@@ -89,6 +91,11 @@ class WorkerNode:
     # --- the agent ------------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
+        if self._start_crashes:
+            self._kernel.sometimes("an engine crashed on its start")
+            self._send(EngineExited(status=1))
+            self._end_agent(1, None)
+            return
         self.engine = self._boot()
 
     def _hello(self) -> Hello:
@@ -162,6 +169,13 @@ class WorkerNode:
         for side in self._network.connections_of(self.key.worker, "agent"):
             side.close()
         self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal, self._last_word)
+
+    def vanish(self, heard_after_ns: int) -> None:
+        """The machine is gone at once; its launcher hears of that later. Its connections were severed before."""
+        self.agent.die()
+        if self.running is not None:
+            self.running.end(None, 9)
+        self._kernel.after(heard_after_ns, self._launcher_exited, self.key, None, 9, None)
 
     # --- signals --------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,20 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.sim import plan
+from relay.sim import plan, poison
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
+from relay.sim.disturbances import Disturbances
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
+from relay.sim.outages import unread
 from relay.sim.plan import Planned
 from relay.sim.supervisor import Supervisor
 from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
@@ -34,18 +36,17 @@ WARM_NS = 30 * SECOND
 LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
-MAX_POISON_CRASHES = 3
 MAX_CALLS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
 
 
-class World:
+class World(Disturbances):
     """Owns everything; ``run`` plays it through and raises ``Violation``."""
 
     def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
         """``swarm`` None: drawn from the tape."""
-        self.kernel = Kernel(tape)
+        super().__init__(Kernel(tape), lambda host: self.struck.hosts(host))
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
         self.kernel.begin(self.swarm.clock_ns)
@@ -59,15 +60,13 @@ class World:
         self.last_fault_ns = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
+        self.crashing_starts: Counter[str] = Counter()  # worker → how many of its next starts crash
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
         self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
-        self._calm_ns: dict[str, int] = {}
-        self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
-        self._next_heal = 1
         self._to_submit = 0
         self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
@@ -191,13 +190,13 @@ class World:
 
     def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
-        poison = planned.number <= self.swarm.poison and self.phase == "chaos"
-        self.num_poison += poison
+        poisonous = planned.number <= self.swarm.poison and self.phase == "chaos"
+        self.num_poison += poisonous
         with self.kernel.tape.within(planned.name):
-            submission = self.workload.submission(self.kernel.now_ns, poison)
+            submission = self.workload.submission(self.kernel.now_ns, poisonous)
             alive = [node for node in self.gateways.values() if node.alive]
             node = self.kernel.tape.of(alive, "gateway") if len(alive) > 1 else self.gateway
-        node.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults), node)
+        node.run(self.submit, submission, Expectation(poison=poisonous, faults_before=self.num_faults), node)
 
     def submit(self, submission: Submission, expectation: Expectation, node: GatewayNode | None = None) -> Client:
         node = node or self.gateway
@@ -232,6 +231,8 @@ class World:
                 client = self.clients[request]
                 if client.open and delivery.choice not in client.stopped:
                     client.deliver(delivery)
+                    if client.unread is not None:
+                        unread(self, client, len(delivery.token_ids))
                     self._maybe_stop(node, client, delivery.choice)
             case c.Refuse(request, failure) if failure.retry_after_s and self.clients[request].returns:
                 self.kernel.sometimes("a client that came back was told to wait")
@@ -248,7 +249,7 @@ class World:
             case c.LaunchWorker(key, role, cause):
                 self.supervisor.start_worker(node, key, role, cause)
             case c.StopWorker(key, kill):
-                self._stop(key, kill)
+                self._stop(node, key, kill)
             case c.ClusterReady():
                 self.complete = True
 
@@ -276,17 +277,14 @@ class World:
             self.numerics[-1],
             self.supervisor.exited,
             self._observe,
-            self.poisoned,
+            lambda: poison.taken(self),
+            start_crashes=self.crashing_starts[key.worker] > 0,
         )
+        self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
-    def _stop(self, key: WorkerKey, kill: bool) -> None:
-        worker = self.workers.get(key.worker)
-        engine = worker.running if worker is not None and worker.key == key else None
-        cause = self.gateway.core.state.workers[key.worker].last_cause
-        if kill and engine is not None and engine.hung and cause.startswith("no progress"):
-            engine.hung = False
-            self.kernel.sometimes("a hung engine is noticed")
-            self.poisoned()
+    def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool) -> None:
+        if kill:
+            poison.killed(self, gateway, key)
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
@@ -299,13 +297,6 @@ class World:
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
-
-    def poisoned(self) -> None:
-        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
-        self.poison_crashes += 1
-        self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
-            raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
@@ -346,56 +337,16 @@ class World:
     def prefer_clients(self, clients: list[Client]) -> list[Client]:
         return [client for client in clients if client.request in self.preferred[1]] or clients
 
-    def harm(self, host: str, text: str) -> None:
-        """Something happens to ``host`` ("": to all of them)."""
-        self.struck.hosts(host)
-        self.kernel.tell("{}: {}", host or "everybody", text)
-        self._calm(host)
-
-    def _calm(self, host: str) -> None:
-        self._calm_ns[host] = self.kernel.now_ns
-
-    def calm_since_ns(self, host: str) -> int:
-        """Since when nothing disturbs ``host``; now, if something does."""
-        if any(host in hosts or "" in hosts for _, hosts in self._heals.values()):
-            return self.kernel.now_ns
-        return max(self._calm_ns.get(host, 0), self._calm_ns.get("", 0))
-
-    def undisturbed_ns(self, host: str) -> int:
-        """For how long nothing has happened to ``host`` in particular."""
-        if any(host in hosts for _, hosts in self._heals.values()):
-            return 0
-        return self.kernel.now_ns - self._calm_ns.get(host, 0)
-
-    def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
-        """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
-        number = self.lasting(undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self.recover, number)
-
-    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
-        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
-        number = self._next_heal
-        self._next_heal += 1
-        self._heals[number] = (undo, hosts)
-        return number
-
-    def recover(self, number: int) -> None:
-        undo, hosts = self._heals.pop(number, (None, ()))
-        if undo is not None:
-            undo()
-            for host in hosts:
-                self.harm(host, "recovers")
-
     def _heal(self) -> None:
         self.phase = "heal"
         self.kernel.tell("everything heals")
         self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
         self.network.lose_next_kv = self.network.repeat_next_kv = 0
+        self.network.repeat_next_control.clear()
         for node in self.workers.values():
             if node.running is not None:
                 node.running.fail_rows = 0
-        for number in list(self._heals):
-            self.recover(number)
+        self.recover_all()
 
 
 def fault_counts(world: World) -> dict[str, int]:

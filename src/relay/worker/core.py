@@ -215,6 +215,8 @@ class WorkerCore:
                     return
                 if held is not None:
                     self._custody.drop(held, "superseded")
+                elif self._held.is_over(key):
+                    return
                 self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:

@@ -7,6 +7,8 @@ from relay.ids import SequenceKey
 from relay.worker.held import Held
 from relay.worker.status_page import ManifestRow
 
+MAX_ENDED = 4096  # ends remembered
+
 
 class HeldTable:
     """At most one attempt of a choice is held at a time. ``by_key``: by the scheduler's key; ``attempt``: by the owner's name."""
@@ -16,6 +18,7 @@ class HeldTable:
         self.by_transfer: dict[int, Held] = {}
         self.by_slot: dict[int, Held] = {}  # P's sequences with rows in steps
         self._attempts: dict[tuple[int, int], SequenceKey] = {}
+        self._ended: dict[tuple[int, int], int] = {}  # (request, choice) → newest attempt that ended here
 
     def __len__(self) -> int:
         return len(self.by_key)
@@ -30,7 +33,12 @@ class HeldTable:
     def remove(self, held: Held) -> None:
         key = held.key
         del self.by_key[key]
-        del self._attempts[held.name.request, held.name.choice]
+        name = held.name
+        del self._attempts[name.request, name.choice]
+        self._ended.pop((name.request, name.choice), None)
+        self._ended[name.request, name.choice] = name.attempt
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
         self.end_transfer(held)
         if held.slot is not None and self.by_slot.get(held.slot) is held:
             del self.by_slot[held.slot]
@@ -53,6 +61,10 @@ class HeldTable:
         """The attempt held of a choice."""
         key = self._attempts.get((request, choice))
         return None if key is None else self.by_key[key]
+
+    def is_over(self, key: SequenceKey) -> bool:
+        """``key`` or a later attempt has been here and ended, not long ago: an order for it is one that came twice."""
+        return self._ended.get((key.request, key.choice), 0) >= key.attempt
 
     def manifest(self, plan: StepPlan, key_of_slot: Callable[[int], SequenceKey]) -> list[ManifestRow]:
         """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""
