@@ -347,11 +347,9 @@ class WorkerCore:
     def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
         """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
-        if held is None:
-            return
-        if quietly:
+        if held is not None and quietly:
             self._custody.drop(held, reason)
-        else:
+        elif held is not None:
             self._custody.fail(held, reason, retry=True)
 
     # --- the end ----------------------------------------------------------------------------------------------------
