@@ -126,7 +126,7 @@ def prefill_side(transport: str, layers: int, tokens: int, trials: int) -> dict[
                 wired.layer_written(trial, layer, 0, tokens, table)
         there = drawn
         if kind != "alone":
-            wired.send_handoff(trial, Handoff(token.token_id))
+            wired.send_handoff(trial, Handoff(token_id=token.token_id))
             there, complete, text = pipe.recv()
             event = events.get(timeout=60)
             assert complete, text

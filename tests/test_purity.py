@@ -59,6 +59,7 @@ PURE = [
     "sim/gateway.py",
     "sim/gateway_links.py",
     "sim/judge.py",
+    "sim/disturbances.py",
     "sim/kernel.py",
     "sim/kv_link.py",
     "sim/leaks.py",

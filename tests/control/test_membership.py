@@ -216,6 +216,20 @@ def test_silence_of_all_at_once_is_doubted_first() -> None:
     assert len(world.closed) == 2
 
 
+def test_the_first_of_many_to_be_overdue_is_doubted_too() -> None:
+    """Found by the scenario registry-blip: of three that fell silent together, the one heard a tick earlier was killed."""
+    world = World(first, [("a", "both"), ("b", "both"), ("c", "both")]).ready()
+    world.advance(until_ns=SECOND)
+    world.silent.update(world.alive())
+    start = world.now_ns
+    for number, name in enumerate(("a", "b", "c")):
+        world.core.state.workers[name].heard_ns = start + number * SECOND // 5
+    world.advance(until_ns=start + int(2.5 * SECOND))
+    assert not world.closed
+    world.advance(until_ns=start + int(3.7 * SECOND))
+    assert len(world.closed) == 3
+
+
 def test_an_engine_that_speaks_is_not_silent() -> None:
     world = World(first, SPLIT).ready()
     key = live_key(world, "decode-0")

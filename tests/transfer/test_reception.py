@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from relay.clock import MonotonicClock
 from relay.transfer.contract import ReceiveFailed, TransferEvent, TransferLimits
-from relay.transfer.frame import Header, Kind
+from relay.transfer.frame import Header, Kind, Probe, encode_payload
 from relay.transfer.inbound import InboundLink, ReceptionTable
 from tests.transfer.nodes import receive_order
 from tests.transfer.stores import LAYOUT
@@ -35,5 +35,7 @@ def test_the_end_of_a_connection_of_another_life_or_attempt_ends_nothing() -> No
     table.link_lost(older, "EOF")
     table.link_lost(earlier, "EOF")
     assert events == []
+    probe = Header(Kind.PROBE, order.transfer, order.source_incarnation, order.attempt)
+    reception.receiver.receive(probe, encode_payload(Probe(0)), 0)  # P is there: from now on its link counts
     table.link_lost(right, "EOF")
     assert events == [ReceiveFailed(order.transfer, "EOF")]

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from relay.chaos import leaks
-from relay.chaos.client import Outcome, ask
+from relay.chaos.client import Outcome, ask, order
 from relay.chaos.faults import Injector
 from relay.chaos.kinds import KINDS
 from relay.chaos.plan import draw_plan
@@ -17,6 +19,7 @@ from relay.chaos.resume import Resumes
 from relay.chaos.server import MODEL_NAME, Server, free_port
 from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import Shape
+from relay.chaos.traces import play_again
 from relay.chaos.watch import Watch
 
 QUIET_S = 30.0
@@ -49,15 +52,20 @@ class Cell:
         worker_port = free_port()
         self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
         self._worker_port = worker_port
-        self._injector = Injector(self._proxy, self._resumes, say)
+        self._injector = Injector(self._proxy, self._resumes, say, self._order)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
+        self._server: Server | None = None
+        self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
         self._started = self._running_now = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
     async def run(self) -> CellResult:
         began_s = time.monotonic()
+        if self._trace:
+            shutil.rmtree(self._trace, ignore_errors=True)
+            self._trace.mkdir(parents=True)
         shared_before = leaks.shared_memory()
         host, port = await self._proxy.start()
         server = Server(
@@ -66,12 +74,14 @@ class Cell:
                 *self._shape.flags,
                 *self._settings.serve,
                 *self._perturbations(),
+                *(["--record", str(self._trace)] if self._trace else []),
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
                 f"tcp://{host}:{port}",
             ]
         )
+        self._server = server
         try:
             await server.start()
             await self._all_ready()
@@ -82,10 +92,16 @@ class Cell:
             code = await server.stop()
             await self._check_gone(code, shared_before)
             await self._proxy.close()
+        if self._trace:
+            await asyncio.to_thread(play_again, self._trace, self._result)
         if self._result.problems or self._result.failed or self._result.different:
             self._result.problems += [f"server: {line}" for line in list(server.log)[-400:]]
         self._result.seconds = round(time.monotonic() - began_s, 1)
         return self._result
+
+    async def _order(self, what: str, body: dict[str, Any]) -> int:
+        assert self._server is not None
+        return await order(self._server.host, self._server.port, what, body)
 
     async def _all_ready(self) -> None:
         while len(self._proxy.lives) < self._shape.size or not all(life.ready for life in self._proxy.lives.values()):

@@ -25,7 +25,7 @@ class ChaosSettings:
     request_timeout_s: float = 180.0
     poison: int = 0  # requests that crash every engine they visit, beside the others
     inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
-    trace: Path | None = None
+    trace: Path | None = None  # folder for recordings of every gateway and worker, which are played again
     keep: Path | None = None  # folder of cells' results: those that are there already are not run again
 
     def __post_init__(self) -> None:
@@ -65,6 +65,9 @@ class CellResult:
     disagreements: int = 0
     poison: int = 0
     quarantined: int = 0  # poison requests that ended with the error they should end with
+    recordings: int = 0
+    replayed: int = 0  # recordings whose decisions came out the same again
+    replayed_events: int = 0
     crashes: int = 0  # engines that ended although nothing was done to them
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)

@@ -37,6 +37,11 @@ from relay.errors import UsageError
 @click.option("--poison", type=int, default=0, help="Add requests that crash every engine they visit.")
 @click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
 @click.option(
+    "--trace",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for recordings of every gateway and worker; they are replayed and must decide the same. Holds prompts.",
+)
+@click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of cells' results; those that passed already are not run again.",
@@ -63,6 +68,7 @@ def chaos(
     cache_dir: Path | None,
     poison: int,
     inject: str | None,
+    trace: Path | None,
     keep: Path | None,
     output: Path | None,
     as_json: bool,
@@ -88,6 +94,7 @@ def chaos(
         longest_answer=longest_answer,
         poison=poison,
         inject=inject or "",
+        trace=trace,
         keep=keep,
     )
     for shape in settings.shapes:
@@ -129,6 +136,9 @@ def _print(document: dict[str, Any]) -> None:
         click.echo(
             f"{poison['poison']} poison requests: {poison['quarantined']} quarantined, {poison['crashes']} engines crashed"
         )
+    replayed = document["replayed"]
+    if replayed["recordings"]:
+        click.echo(f"{replayed['replayed']} of {replayed['recordings']} recordings replayed to the same decisions")
     counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
     click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 

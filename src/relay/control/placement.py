@@ -61,6 +61,7 @@ class Dispatcher:
         budget.pass_time(now_ns)
         if budget.affords(placement.uncached):
             budget.spend(placement.uncached)
+            state.counters["recomputed_tokens"] += placement.uncached
             return True
         wait_ns = max(int(retry.backoff_s * SECOND), budget.wait_ns(placement.uncached))
         state.resumes_wait_until_ns = now_ns + min(wait_ns, int(retry.max_backoff_s * SECOND))

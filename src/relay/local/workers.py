@@ -1,6 +1,7 @@
 """From the gateway's "launch decode-0, incarnation 3" to a process: worker specs for the local launcher."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -50,6 +51,8 @@ class LocalWorkers:
         self._shell: ExitListener | None = None
         self._last_exits: dict[str, LaunchExit] = {}
         self._perturb = perturb or {}
+        self._holders: set[str] = set()  # names of running processes that hold a GPU's weights
+        self._secret = secrets.token_hex(8)  # sockets of this cluster's holders
         self.gateway = ""
         self.gateways: list[str] = []  # all of them, where there are several
         self.orphan_hold_s = 0.0
@@ -60,9 +63,19 @@ class LocalWorkers:
     def start(self, worker: WorkerKey, role: Role) -> None:
         name = _name(worker)
         self._keys[name] = worker
+        self._hold_weights(worker, role)
         spec = encode_spec(self._spec(worker, role))
         argv = [sys.executable, "-m", "relay.worker.agent", "--spec", spec, "--launcher", str(os.getpid())]
         self._launcher.start(LaunchSpec(name=name, argv=argv))
+
+    def _hold_weights(self, worker: WorkerKey, role: Role) -> None:
+        """Start the process that holds the weights of the worker's GPU, if several share it and it does not run."""
+        spec = self._spec(worker, role)
+        name = f"weights-{spec.device}"
+        if spec.weights_socket and name not in self._holders:
+            self._holders.add(name)
+            argv = [sys.executable, "-m", "relay.worker.weights_process", "--spec", encode_spec(spec)]
+            self._launcher.start(LaunchSpec(name=name, argv=argv))
 
     def stop(self, worker: WorkerKey, *, kill: bool) -> None:
         self._launcher.stop(_name(worker), kill=kill)
@@ -82,6 +95,8 @@ class LocalWorkers:
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
         device = self._devices.get(worker.worker, config.devices[0])
+        sharers = max(1, list(self._devices.values()).count(device))
+        shared = config.backend == "cuda" and sharers > 1
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,
@@ -93,7 +108,9 @@ class LocalWorkers:
             backend=config.backend,
             threads=config.threads,
             device=device,
-            gpu_memory_fraction=config.gpu_memory_utilization / max(1, list(self._devices.values()).count(device)),
+            gpu_memory_fraction=config.gpu_memory_utilization / sharers,
+            weights_socket=f"relay-weights-{self._secret}-{device}" if shared else "",
+            gpu_sharers=sharers,
             kv_cache_dtype=config.resolved_kv_dtype,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -107,6 +124,9 @@ class LocalWorkers:
         )
 
     def _exited(self, end: LaunchExit) -> None:
+        if end.name in self._holders:
+            self._holders.discard(end.name)  # its workers end too; the first that is started again starts another
+            return
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:

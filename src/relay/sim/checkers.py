@@ -33,29 +33,6 @@ from relay.worker.held import Held, HeldState
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-STATEMENTS = {
-    "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
-    "I2": "the committed position never goes back and is what the client was sent",
-    "I3": "nothing from an old attempt, incarnation or owner changes state",
-    "I4": "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
-    "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
-    "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
-    "I8": "every held block, sequence and transfer has a live owner",
-    "I9": "blocks: free + used + cached = total",
-    "I10": "every queue and buffer is bounded",
-    "I11": "a poison request kills at most three engines, and no innocent is quarantined",
-    "I12": "after the faults end every worker is ready again and serves",
-    "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
-    "I16": "any gateway can continue any stream, exactly where its client stopped reading",
-    "I14": "jumps of the wall clock, and where the monotonic clock begins, change nothing",
-    "I15": "the gateway's own stall is not others' death",
-    "I17": "a drain takes nothing new, loses nothing and ends in time",
-    "I18": "strangers get nowhere: whatever they send, nothing changes",
-    "scenario": "what a directed scenario demands of its own",
-    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
-    "core": "the cores' own invariants hold and no core raises",
-}
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
@@ -91,7 +68,7 @@ class Checkers:
     def before_gateway(self, node: GatewayNode, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
-        self._strangers.before(event)
+        self._strangers.before(node, event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -122,9 +99,9 @@ class Checkers:
     def after_gateway(self, node: GatewayNode, event: e.Event, commands: list[c.Command]) -> None:
         if node.core.state.alarm and not self._world.wrong_machines:
             raise Violation("I4", node.core.state.alarm)
-        self._strangers.after(event, commands)
+        self._strangers.after(node, event, commands)
         self._drains.sent(node, commands)
-        within_budget(self._world)
+        within_budget(node)
         for choice, before in self._stale:
             now = _fingerprint(choice)
             if now[0] != before[0]:

@@ -14,7 +14,7 @@ TRACE_CALLS = 4096  # hashed at once
 
 
 class Violation(Exception):
-    """An invariant does not hold. ``invariant`` is its name in ``checkers.STATEMENTS``."""
+    """An invariant does not hold. ``invariant`` is its name in ``invariants.STATEMENTS``."""
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")

@@ -5,7 +5,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from relay.sim.checkers import STATEMENTS
+from relay.sim.invariants import STATEMENTS
 from relay.sim.kernel import Violation
 from relay.sim.swarm import Swarm
 from relay.sim.tape import Edits, ForeignTape, Tape

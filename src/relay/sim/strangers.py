@@ -15,7 +15,7 @@ from relay.protocol.messages import PROTOCOL_MAX, SequenceFailed, TokenEntry, To
 from relay.protocol.messages import Hello as ControlHello
 from relay.sim.backend import LAYOUT
 from relay.sim.engine import MODEL_DIGEST, EngineProcess
-from relay.sim.gateway import HOST as GATEWAY
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 from relay.sim.kv_link import frame, hello_frame
 from relay.sim.network import Side
@@ -46,7 +46,7 @@ def visit(world: "World") -> bool:
 def call(world: "World", engine: EngineProcess, way: str) -> None:
     """Somebody calls the gateway, or the KV listener of ``engine``, in this ``way``."""
     if way in TO_GATEWAY:
-        speech, kind, address = TO_GATEWAY[way](world, engine), "engine", GATEWAY
+        speech, kind, address = TO_GATEWAY[way](world, engine), "engine", world.gateway.host
     else:
         speech, kind, address = TO_ENGINE[way](engine), "kv", engine.transport.addresses[0]
     world.kernel.sometimes(f"stranger: {way}")
@@ -120,28 +120,29 @@ class StrangerWatch:
         self._world = world
         self._before: list[tuple[object, ...]] | None = None
 
-    def before(self, event: e.Event) -> None:
-        self._before = self._workers() if type(event) is e.WorkerConnected and self._strange(event) else None
+    def before(self, node: GatewayNode, event: e.Event) -> None:
+        self._before = _workers(node) if type(event) is e.WorkerConnected and self._strange(event) else None
 
-    def after(self, event: e.Event, commands: list[c.Command]) -> None:
+    def after(self, node: GatewayNode, event: e.Event, commands: list[c.Command]) -> None:
         if self._before is None:
             return
         let_in = [command for command in commands if not isinstance(command, c.RejectConnection)]
         if let_in:
             raise Violation("I18", f"a stranger's hello leads to {let_in[0]}")
-        if self._before != self._workers():
+        if self._before != _workers(node):
             raise Violation("I18", "a stranger's hello changes what the gateway knows of its workers")
 
     def _strange(self, event: e.WorkerConnected) -> bool:
         side = self._world.network.sides.get(event.connection)
         return side is not None and side.peer.host == HOST
 
-    def _workers(self) -> list[tuple[object, ...]]:
-        workers = self._world.gateway.core.state.workers.values()
-        return [
-            (w.state, w.incarnation, w.agent, w.engine, w.agent_open, w.engine_open, w.heard_ns, w.kv_tokens)
-            for w in workers
-        ]
+
+def _workers(node: GatewayNode) -> list[tuple[object, ...]]:
+    """All that a hello may change."""
+    return [
+        (w.state, w.incarnation, w.agent, w.engine, w.agent_open, w.engine_open, w.heard_ns, w.kv_tokens)
+        for w in node.core.state.workers.values()
+    ]
 
 
 # --- at an engine's KV listener ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
+from relay.sim.disturbances import Disturbances
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
@@ -40,12 +41,12 @@ NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
 
 
-class World:
+class World(Disturbances):
     """Owns everything; ``run`` plays it through and raises ``Violation``."""
 
     def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
         """``swarm`` None: drawn from the tape."""
-        self.kernel = Kernel(tape)
+        super().__init__(Kernel(tape), lambda host: self.struck.hosts(host))
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
         self.kernel.begin(self.swarm.clock_ns)
@@ -66,9 +67,6 @@ class World:
         self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
-        self._calm_ns: dict[str, int] = {}
-        self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
-        self._next_heal = 1
         self._to_submit = 0
         self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
@@ -339,46 +337,6 @@ class World:
     def prefer_clients(self, clients: list[Client]) -> list[Client]:
         return [client for client in clients if client.request in self.preferred[1]] or clients
 
-    def harm(self, host: str, text: str) -> None:
-        """Something happens to ``host`` ("": to all of them)."""
-        self.struck.hosts(host)
-        self.kernel.tell("{}: {}", host or "everybody", text)
-        self._calm(host)
-
-    def _calm(self, host: str) -> None:
-        self._calm_ns[host] = self.kernel.now_ns
-
-    def calm_since_ns(self, host: str) -> int:
-        """Since when nothing disturbs ``host``; now, if something does."""
-        if any(host in hosts or "" in hosts for _, hosts in self._heals.values()):
-            return self.kernel.now_ns
-        return max(self._calm_ns.get(host, 0), self._calm_ns.get("", 0))
-
-    def undisturbed_ns(self, host: str) -> int:
-        """For how long nothing has happened to ``host`` in particular."""
-        if any(host in hosts for _, hosts in self._heals.values()):
-            return 0
-        return self.kernel.now_ns - self._calm_ns.get(host, 0)
-
-    def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
-        """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
-        number = self.lasting(undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self.recover, number)
-
-    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
-        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
-        number = self._next_heal
-        self._next_heal += 1
-        self._heals[number] = (undo, hosts)
-        return number
-
-    def recover(self, number: int) -> None:
-        undo, hosts = self._heals.pop(number, (None, ()))
-        if undo is not None:
-            undo()
-            for host in hosts:
-                self.harm(host, "recovers")
-
     def _heal(self) -> None:
         self.phase = "heal"
         self.kernel.tell("everything heals")
@@ -388,8 +346,7 @@ class World:
         for node in self.workers.values():
             if node.running is not None:
                 node.running.fail_rows = 0
-        for number in list(self._heals):
-            self.recover(number)
+        self.recover_all()
 
 
 def fault_counts(world: World) -> dict[str, int]:

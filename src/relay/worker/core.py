@@ -246,8 +246,10 @@ class WorkerCore:
             self._refuse(gateway, order.work, "full")
             return
         self._scheduler.add(order.work, prefill_only=parks)
-        self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING))
+        held = Held(key, key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING)
+        self._custody.hold(held)
         if parks:
+            held.log = None  # it would never go on: nobody can take it over
             self._parking.expect(key, order.park_ms * 1_000_000)
 
     def _reserve(self, gateway: int, order: Reserve, key: SequenceKey) -> None:

@@ -2,17 +2,22 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from relay.errors import DoesNotFitError, UsageError
+from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
 from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
 from relay.transfer.ring import DEFAULT_RING_BYTES
 from relay.worker.spec import WorkerSpec
+from relay.worker.weights_link import NotShared, fetch, wait_for_end
+
+if TYPE_CHECKING:
+    import torch
 
 REPORT_S = 5.0  # between lines about a long load
 
@@ -80,10 +85,35 @@ def _cuda(spec: WorkerSpec) -> Backend:
         ) from None
     return CudaBackend(
         spec.device,
+        shared=_shared_weights(spec) if spec.weights_socket else None,
+        sharers=spec.gpu_sharers,
         max_rows=spec.max_num_seqs,
         max_tokens=spec.max_num_batched_tokens,
         progress=_LoadReport(time.monotonic).moved,
     )
+
+
+def _shared_weights(spec: WorkerSpec) -> "dict[str, torch.Tensor] | None":
+    """What the device's holder has loaded; None, with a line that says why, if it cannot be had."""
+    from relay.kernels.cuda.memory import check_device
+    from relay.kernels.cuda.sharing import attach_tensors
+
+    check_device(spec.device)
+    try:
+        connection, message = fetch(spec.weights_socket)
+        shared = attach_tensors(message, spec.device)
+    except (NotShared, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        print(f"weights are not shared: {reason}; this worker loads a copy", file=sys.stderr, flush=True)
+        return None
+
+    def watch() -> None:
+        wait_for_end(connection)
+        raise DeviceLostError("the process that holds this worker's weights has ended; this worker ends")
+
+    threading.Thread(target=watch, name="weights", daemon=True).start()
+    print(f"weights of {spec.device} are shared by {spec.gpu_sharers} workers", file=sys.stderr, flush=True)
+    return shared
 
 
 class _LoadReport:

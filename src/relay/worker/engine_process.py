@@ -102,11 +102,12 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
 
     inbox = Inbox()
     flow = flow_of(spec.backend)
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes)
     transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes),
+        wires,
         flow.limits,
         checksum=engine.checksum,
         clock=clock,
@@ -135,6 +136,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         role=spec.role,
         host=host_identity(),
         kv_addresses=transport.addresses,
+        transports=tuple(wire.scheme for wire in wires),
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,

@@ -53,12 +53,16 @@ class CudaBackend:
         max_tokens: int = 8192,
         graphs: bool = True,
         progress: Progress = no_progress,
+        shared: dict[str, torch.Tensor] | None = None,
+        sharers: int = 1,
     ) -> None:
+        """``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._progress = progress
+        self._shared, self._sharers = shared, sharers
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
         self._staging = Staging(device)
@@ -78,7 +82,8 @@ class CudaBackend:
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
-            load_weights(program, weights, self._device, WeightUpload(self._device.name, self._progress))
+            upload = WeightUpload(self._device.name, self._progress)
+            load_weights(program, weights, self._device, upload, self._shared)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
@@ -94,7 +99,6 @@ class CudaBackend:
     def bind(self, program: Program) -> None:
         """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
         self._program = program
-        self._written = LayerEvents(program.sink_points)
         torch.cuda.synchronize(self._device.name)  # the weights came on other streams
         linear_choice.use_exact_library()
         device = self._device
@@ -126,6 +130,7 @@ class CudaBackend:
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, f"{num_blocks} KV blocks", int(np.prod(shape)) * 2) from error
         self._block_size = block_size
+        self._written = LayerEvents(self._program.sink_points, num_blocks, block_size)
         self._group = g.num_heads // g.num_kv_heads
         self._tile_rows = tile_rows_for(block_size, g.head_dim)
 
@@ -135,7 +140,8 @@ class CudaBackend:
             self.reserve(self._max_tokens, self._max_rows)
         self._stream.synchronize()
         torch.cuda.empty_cache()
-        return kv_blocks_that_fit(self._device.name, self._program.geometry, block_size, fraction)
+        borrowed = weight_bytes(self._program) // self._sharers if self._shared is not None else 0
+        return kv_blocks_that_fit(self._device.name, self._program.geometry, block_size, fraction, borrowed)
 
     @device_errors()
     def warm_up(self, longest: int) -> None:
@@ -174,6 +180,7 @@ class CudaBackend:
                 self._transfers.join(self._stream)
                 self._tables.flush()
                 self._mode = self._sampler.mode(batch)
+                self._written.begin(batch)
                 self._begin(batch, whole=stop == len(self._launches))
             assert self._step is not None
             if not self._replayed:

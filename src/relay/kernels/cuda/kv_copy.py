@@ -179,10 +179,12 @@ class KvTransfers:
         layer: int,
         events: LayerEvents,
     ) -> Copy:
-        """Begin to copy K then V of ``count`` positions into ``out``, once the layer's write has passed."""
+        """Begin to copy K then V of ``count`` positions into ``out``, once they are written."""
         k_cache, v_cache = cache
         lane = self._lane()
-        lane.stream.wait_event(events.of(layer))
+        written_here = events.of(layer, block_table, first, count)
+        if written_here is not None:
+            lane.stream.wait_event(written_here)
         with self._lock:
             copied_in = list(self._written.values())
         for written in copied_in:

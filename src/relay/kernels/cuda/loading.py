@@ -15,19 +15,40 @@ from relay.kernels.weights import WeightSource
 Loaded = TypeVar("Loaded")
 
 
-def load_weights(program: Program, weights: WeightSource, device: Device, upload: WeightUpload) -> None:
-    """Fill ``device.matrices`` and ``device.vectors``. Raises CorruptModelError for a missing weight or a wrong shape."""
+def load_weights(
+    program: Program,
+    weights: WeightSource,
+    device: Device,
+    upload: WeightUpload,
+    shared: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Fill ``device.matrices`` (or take the ``shared`` ones) and ``device.vectors``.
+
+    Raises CorruptModelError for a missing weight or a wrong shape.
+    """
     matrices, vectors = shapes_of(program)
-    for name, shape in matrices.items():
-        packed = _get(weights.matrix, name)
-        if (packed.n, packed.k) != shape:
-            raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
-        device.matrices[name] = upload.matrix(packed)
+    if shared is not None:
+        if {name: tuple(tensor.shape) for name, tensor in shared.items()} != matrices:
+            raise CorruptModelError("the weights that another process shares are not this model's")
+        device.matrices.update(shared)
+    else:
+        device.matrices.update(load_matrices(program, weights, upload))
     for name, wanted in vectors.items():
         vector = _get(weights.vector, name)
         if vector.shape != wanted or vector.dtype != np.float32:
             raise CorruptModelError(f"{name} is {vector.dtype} {vector.shape}, the program needs float32 {wanted}")
         device.vectors[name] = torch.from_numpy(np.array(vector)).to(device.name)
+
+
+def load_matrices(program: Program, weights: WeightSource, upload: WeightUpload) -> dict[str, torch.Tensor]:
+    """Every matrix of ``program``, bf16 [n, k]. Raises CorruptModelError."""
+    found = {}
+    for name, shape in shapes_of(program)[0].items():
+        packed = _get(weights.matrix, name)
+        if (packed.n, packed.k) != shape:
+            raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
+        found[name] = upload.matrix(packed)
+    return found
 
 
 def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:

@@ -33,13 +33,15 @@ def kv_block_bytes(geometry: Geometry, block_size: int) -> int:
     return geometry.num_layers * 2 * geometry.kv_width * block_size * 2
 
 
-def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fraction: float) -> int:
+def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fraction: float, borrowed: int = 0) -> int:
     """KV blocks that fit in ``fraction`` of the device beside what this process holds already, and in what is free now.
+
+    ``borrowed``: its part of memory that another process holds for it.
 
     The first bound does not depend on other processes, so that workers that start together get what they get alone.
     """
     free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
+    held = torch.cuda.memory_reserved(device) + borrowed
     room = min(fraction * total - held - OVERHEAD_BYTES, free - OVERHEAD_BYTES // 4)
     return max(0, int(room) // kv_block_bytes(geometry, block_size))
 

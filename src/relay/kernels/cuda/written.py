@@ -1,25 +1,45 @@
-"""When K and V of each layer are in the cache: events that transfers wait for, instead of the whole step."""
+"""When K and V are in the cache: events that transfers wait for, instead of the steps that were queued since."""
 
+import numpy as np
 import torch
+
+from relay.kernels.backend import Batch
+
+KEPT = 32  # steps whose events are kept; never are so many queued
 
 
 class LayerEvents:
-    """``at`` is the place in the program after which each layer's K and V are written (``Program.sink_points``)."""
+    """``at`` is the place in the program after which each layer's K and V are written (``Program.sink_points``).
 
-    def __init__(self, at: tuple[int, ...]) -> None:
+    Each block remembers the last step that wrote to it, so a read waits for that step's write of the layer and for no later one.
+    """
+
+    def __init__(self, at: tuple[int, ...], num_blocks: int, block_size: int) -> None:
         self._at = at
-        first = torch.cuda.Event()
-        self._events = [first] * len(at)
+        self._block_size = block_size
+        self._step = 0
+        self._step_of = np.zeros(num_blocks, np.int64)  # by block
+        self._events: list[list[torch.cuda.Event | None]] = [[None] * len(at) for _ in range(KEPT)]
+
+    def begin(self, batch: Batch) -> None:
+        """A step is about to be queued."""
+        self._step += 1
+        self._events[self._step % KEPT] = [None] * len(self._at)
+        rows = np.repeat(np.arange(len(batch.slots)), np.diff(batch.row_starts))
+        self._step_of[batch.block_tables[rows, batch.positions // self._block_size]] = self._step
 
     def ran(self, start: int, stop: int) -> None:
-        """Ops [start, stop) were queued on the current stream."""
+        """Ops [start, stop) of the step were queued on the current stream."""
         layers = [layer for layer, point in enumerate(self._at) if start < point <= stop]
         if layers:
             event = torch.cuda.Event()
             event.record()
+            events = self._events[self._step % KEPT]
             for layer in layers:
-                self._events[layer] = event
+                events[layer] = event
 
-    def of(self, layer: int) -> torch.cuda.Event:
-        """Passed once all that was queued for ``layer`` is in the cache."""
-        return self._events[layer]
+    def of(self, layer: int, block_table: np.ndarray, first: int, count: int) -> torch.cuda.Event | None:
+        """Passed once what was queued for these positions of ``layer`` is in the cache; None: nothing was, or long ago."""
+        blocks = block_table[first // self._block_size : (first + count - 1) // self._block_size + 1]
+        step = int(self._step_of[blocks].max(initial=0))
+        return self._events[step % KEPT][layer] if step > self._step - KEPT else None

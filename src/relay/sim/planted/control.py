@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from relay.config import SECOND
 from relay.control import admission
 from relay.control.attempts import Attempt
 from relay.control.blame import Blame
-from relay.control.commands import SendToEngine
+from relay.control.commands import Deliver, SendToEngine
 from relay.control.core import GatewayCore
 from relay.control.detector import Detector
 from relay.control.membership import Membership
@@ -218,10 +219,33 @@ def _together(original: Any) -> Any:
     return lambda suspicion, max_blames: 0
 
 
+def _lost_delivery(original: Any) -> Any:
+    """Now and then a committed token is not sent to the client."""
+
+    def commit(path: TokenPath, attempt: Attempt, worker: Worker, entry: Any, now_ns: int) -> None:
+        original(path, attempt, worker, entry, now_ns)
+        commands = path._state.commands
+        if commands and isinstance(commands[-1], Deliver) and commands[-1].delivery.position == 1:
+            commands.pop()
+
+    return commit
+
+
+def _wall_clock(original: Any) -> Any:
+    """Now and then it is an hour later, for a moment."""
+
+    def handle(core: GatewayCore, event: Any, now_ns: int) -> Any:
+        jump_ns = 3600 * SECOND if now_ns // (SECOND // 4) % 8 == 7 else 0
+        return original(core, event, now_ns + jump_ns)
+
+    return handle
+
+
 TABLE = (
     Mutant("resume off by one", "I1", Attempt, "work", _resume_off_by_one),
     Mutant("committed tokens count as prompt", "I1", Attempt, "work", _committed_as_prompt),
     Mutant("repeated tokens are delivered again", "I1", TokenPath, "_trim", _trim_keeps_all),
+    Mutant("a committed token is not delivered", "I2", TokenPath, "_commit", _lost_delivery),
     Mutant("no attempt check on answers", "I3", Dispatcher, "_placed", _no_attempt_check),
     Mutant("no attempt check on failures", "I3", TokenPath, "failed", _failures_of_any_attempt),
     Mutant("incarnation ignored", "I3", ClusterState, "current", _blind_to_incarnation),
@@ -244,6 +268,7 @@ TABLE = (
     Mutant("a lost worker is not killed", "I12", Membership, "_fence", nothing),
     Mutant("numerics id ignored", "I13", Router, "_may_serve", _any_numerics),
     Mutant("numerics id not pinned", "I13", TokenPath, "_first", _numerics_differ),
+    Mutant("time jumps as wall clocks do", "I14", GatewayCore, "handle", _wall_clock),
     Mutant("own stall is others' death", "I15", Detector, "_forgive_own_stall", _own_stall_blames_others),
     Mutant("draining workers are given work", "I17", ClusterState, "ready_workers", _drained_are_ready),
     Mutant("silence is never death", "detection", Detector, "_silence", nothing),

@@ -125,6 +125,7 @@ class Stage:
     def __init__(self, world: World) -> None:
         self.world = world
         self.kernel = world.kernel
+        self._submitted = 0
         world.stop_per_mille = 0
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -159,7 +160,9 @@ class Stage:
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
         token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
         self.world.num_poison += poison
-        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
+        params = SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs)
+        self._submitted += 1
+        submission = Submission(token_ids, params, n, resume_key=self._submitted.to_bytes(16, "big"))
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -284,6 +287,11 @@ class Stage:
                 process.thaw()
 
         return self._until_healed(thaw, worker)
+
+    def kill_gateway(self, host: str) -> None:
+        """With all it knows. Its clients come back to another one."""
+        self.fault("kill_gateway", "")
+        self.world.supervisor.kill(self.world.gateways[host])
 
     def stall_gateway(self, ms: int) -> None:
         self.fault("gateway_stall", "")

@@ -1,0 +1,25 @@
+"""Loading weights for others: see ``sharing.py``."""
+
+from collections.abc import Callable
+
+import torch
+
+from relay.kernels.cuda.loading import load_matrices, weight_bytes
+from relay.kernels.cuda.memory import check_device, does_not_fit
+from relay.kernels.cuda.sharing import export_tensors
+from relay.kernels.cuda.weights import WeightUpload
+from relay.kernels.program import Program
+from relay.kernels.weights import WeightSource
+
+
+def hold_weights(program: Program, weights: WeightSource, device: str) -> Callable[[], bytes]:
+    """Load the matrices of ``program``; the function returned makes the message for one process more."""
+    check_device(device)
+    torch.cuda.set_device(device)
+    try:
+        matrices = load_matrices(program, weights, WeightUpload(device))
+    except torch.cuda.OutOfMemoryError as error:
+        raise does_not_fit(device, "the weights", weight_bytes(program)) from error
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return lambda: export_tensors(matrices)

@@ -1,0 +1,105 @@
+"""One copy of the weights for all engines of a GPU: ``python -m relay.worker.weights_process --spec FILE_OR_JSON``.
+
+Loads the weights of the spec's pack onto its device, hands them out over ``weights_socket``, computes nothing. It ends when nobody
+has used them for a while; if it ends before, its engines end too and are started again.
+"""
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from relay.errors import CorruptModelError, RelayError
+from relay.worker.spec import WorkerSpec, decode_spec
+from relay.worker.weights_link import listen, same_user, send_message
+
+FIRST_USER_S = 300.0
+UNUSED_S = 10.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="relay-weights")
+    parser.add_argument("--spec", required=True, help="WorkerSpec as JSON, or the path of a file holding it")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
+    try:
+        spec = decode_spec(parser.parse_args().spec)
+        serve(listen(spec.weights_socket), lambda: _load(spec))
+        status, reason = 0, ""
+    except RelayError as error:
+        status, reason = error.exit_code, str(error)
+    except OSError as error:
+        status, reason = 1, f"cannot listen: {error}"
+    if status:
+        print(reason, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def serve(
+    listener: socket.socket,
+    load: Callable[[], Callable[[], bytes]],
+    first_user_s: float = FIRST_USER_S,
+    unused_s: float = UNUSED_S,
+) -> None:
+    """Call ``load`` for a function that makes one message a user; answer users until there have been none for ``unused_s``."""
+    loaded: list[Callable[[], bytes]] = []
+    failure: list[BaseException] = []
+    done_read, done_write = os.pipe()
+
+    def run() -> None:
+        try:
+            loaded.append(load())
+        except BaseException as error:
+            failure.append(error)
+        os.write(done_write, b".")
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    users: list[socket.socket] = []
+    answered: list[socket.socket] = []
+    patience_s = first_user_s
+    while True:
+        watched: list[socket.socket | int] = [listener, *answered, *([] if loaded else [done_read])]
+        ready, _, _ = select.select(watched, [], [], patience_s if not users else None)
+        if failure:
+            raise failure[0]
+        if not ready:
+            return
+        for source in ready:
+            if source is listener:
+                user, _ = listener.accept()
+                if same_user(user):
+                    users.append(user)
+                else:
+                    user.close()
+            elif isinstance(source, socket.socket):  # a user never sends, so it has left
+                source.close()
+                users.remove(source)
+                answered.remove(source)
+                patience_s = unused_s
+        if loaded:
+            for user in [user for user in users if user not in answered]:
+                try:
+                    send_message(user, loaded[0]())
+                    answered.append(user)
+                except OSError:
+                    user.close()
+                    users.remove(user)
+
+
+def _load(spec: WorkerSpec) -> Callable[[], bytes]:
+    from relay.kernels.cuda.holding import hold_weights
+    from relay.models.llama import build_program
+    from relay.models.pack import Pack
+
+    pack = Pack(Path(spec.pack_path))
+    if spec.model_digest and pack.digest != spec.model_digest:
+        raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    return hold_weights(build_program(pack.config), pack, spec.device)
+
+
+if __name__ == "__main__":
+    main()
