@@ -221,8 +221,8 @@ class Supervisor:
         match message:
             case StartWorker():
                 self._start_worker(gateway, message)
-            case KillWorker(worker, incarnation):
-                self._workers.stop(WorkerKey(worker, incarnation), kill=True)
+            case KillWorker(worker, incarnation, word):
+                self._workers.stop(WorkerKey(worker, incarnation), kill=True, word=word)
             case GatewayReady(max_model_len):
                 gateway.ready = True
                 self._max_model_len = self._max_model_len or max_model_len
