@@ -1,4 +1,4 @@
-"""Choices of one request: on how many engines at once, so that three are enough to know that it is them that crash engines (I11)."""
+"""Choices of one request: on how many engines at once, so that three are enough to know that they crash engines (I11)."""
 
 import random
 

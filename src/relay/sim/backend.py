@@ -56,8 +56,8 @@ def _cell(layer: int, position: int, x: bytes) -> bytes:
 
 
 def _draw(x: bytes, params: SamplingParams, choice: int, prompt: list[int], outputs: list[int]) -> SampledToken:
-    """A token below POISON unless the seed says so, with logprobs where they are asked for. EOS and stop ids wait for ``min_tokens``; penalties see the
-    outputs."""
+    """A token below POISON unless the seed says so, with logprobs where they are asked for. EOS and stop ids wait for
+    ``min_tokens``; penalties see the outputs."""
     seen = (sorted(prompt), outputs) if params.has_penalties else ""
     text = f"{params.seed} {choice} {len(prompt) + len(outputs)} {seen}".encode()
     word = int.from_bytes(blake2b(text + x, digest_size=8).digest(), "little")
