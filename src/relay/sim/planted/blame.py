@@ -6,6 +6,7 @@ from relay.control.blame import Blame
 from relay.control.leaving import Leaving
 from relay.control.membership import Membership
 from relay.control.router import Placement, Router
+from relay.control.transitions import ChoiceState
 from relay.control.workers import Worker
 from relay.sim.planted.mutant import Mutant, nothing
 
@@ -42,9 +43,10 @@ def _ended_are_innocent(original: Any) -> Any:
     """A row of a choice that was stopped meanwhile blames nobody."""
 
     def accuse(blame: Blame, worker: Worker, rows: Any, alone: bool, how: str, now_ns: int) -> None:
-        requests = blame._state.requests
-        live = [row for row in rows if row.request in requests and requests[row.request].choices[row.choice].attempts]
-        original(blame, worker, live, alone, how, now_ns)
+        requests, ended = blame._state.requests, ChoiceState.ENDED
+        rows = [row for row in rows if row.request in requests]
+        rows = [row for row in rows if requests[row.request].choices[row.choice].state is not ended]
+        original(blame, worker, rows, alone, how, now_ns)
 
     return accuse
 

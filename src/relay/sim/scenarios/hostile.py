@@ -46,7 +46,8 @@ def _hang_seen_by_another(stage: Stage) -> None:
         name = hung()
         if name:
             mend = stage.partition((name, own))
-            stage.until(lambda: hung() != name, "the other gateway sees it")  # noqa: B023 - waited for here
+            life = stage.incarnations()[name]
+            stage.until(lambda: stage.incarnations()[name] > life, "its own hears of its end")  # noqa: B023
             mend()
         stage.require(stage.world.poison_crashes <= 3, f"the poison has hung {stage.world.poison_crashes} engines")
     failure = poison.failure
