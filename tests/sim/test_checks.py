@@ -6,11 +6,11 @@ from relay.control import commands as c
 from relay.control.contract import Delivery, RequestFailure, Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Run, Work
+from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Run, SequenceFailed, Work
 from relay.protocol.sampling import SamplingParams
 from relay.sim.backend import Oracle
 from relay.sim.clients import Client, Expectation, Oracles
-from relay.sim.drains import Drains
+from relay.sim.drains import Drains, tells_of_drain
 from relay.sim.judge import judge
 from relay.sim.kernel import Violation
 from relay.sim.world import NEXT_NUMERICS, NUMERICS
@@ -62,9 +62,18 @@ def test_a_poison_may_end_the_last_worker_of_a_streams_numerics() -> None:
             wrong_machines=0,
             step_errors=0,
             faults={"crash_engine": 0},
-            swarm=SimpleNamespace(slots=[1, 2]),
+            swarm=SimpleNamespace(slots=[1, 2], gateways=("gateway-0",)),
         )
         assert broken(lambda: judge(world, client(), failure, refused=False)) is (crashes == 0)  # noqa: B023
+
+
+def test_a_refusal_may_tell_of_a_drain_whatever_attempt_it_names() -> None:
+    """Found by `relay sim --seed 2460`: an old attempt was refused, and the present one was moved off the draining worker."""
+    assert tells_of_drain(Refuse(1, 0, 1, "draining"))
+    assert tells_of_drain(SequenceFailed(1, 0, 1, HANDED_BACK, True))
+    assert not tells_of_drain(Refuse(1, 0, 1, "full"))
+    assert not tells_of_drain(SequenceFailed(1, 0, 1, "source lost", True))
+    assert not tells_of_drain(Accept(1, 0, 1, 7, 0))
 
 
 def test_a_stream_from_another_gateway_may_go_to_the_last_worker_of_its_numerics() -> None:

@@ -19,7 +19,7 @@ from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, 
 from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
 from relay.sim.bounds import bounded, within_budget
-from relay.sim.drains import Drains
+from relay.sim.drains import Drains, tells_of_drain
 from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -80,6 +80,8 @@ class Checkers:
             entries = message.entries
             self._agreement.heard(event.worker, message)
         elif isinstance(message, Accept | Refuse | SequenceFailed):
+            if current is not None and tells_of_drain(message):
+                return  # news of the worker, whichever attempt it comes with: what it has is moved
             entries = [message]
         else:
             return

@@ -9,7 +9,7 @@ from relay.control import events as e
 from relay.control.core import TICK
 from relay.control.transitions import WorkerState
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import Reserve, Run, Work
+from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Reserve, Run, SequenceFailed, Work
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -91,3 +91,10 @@ def _begun(node: GatewayNode, work: Work) -> bool:
     """Some client has tokens of it, perhaps from a gateway that is gone: no other numerics will do."""
     request = node.core.state.requests.get(work.request)
     return work.attempt > 1 if request is None else request.choices[work.choice].numerics_id is not None
+
+
+def tells_of_drain(message: Accept | Refuse | SequenceFailed) -> bool:
+    """Only an engine that drains says that."""
+    if isinstance(message, Refuse):
+        return message.reason == "draining"
+    return isinstance(message, SequenceFailed) and message.reason == HANDED_BACK
