@@ -38,6 +38,7 @@ from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import (
+    HANDED_BACK,
     Accept,
     CacheChanged,
     Drained,
@@ -93,7 +94,7 @@ class GatewayCore:
             Tokens: self._tokens.tokens,
             Accept: self._dispatcher.accepted,
             EngineRefuse: self._refused,
-            SequenceFailed: self._tokens.failed,
+            SequenceFailed: self._sequence_failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
             Orphans: self._orphans,
@@ -187,6 +188,11 @@ class GatewayCore:
         self._dispatcher.refused(worker, message, now_ns)
         if message.reason == "draining":
             self._membership.leaving.said(worker, now_ns)
+
+    def _sequence_failed(self, worker: Worker, message: SequenceFailed, now_ns: int) -> None:
+        if message.reason == HANDED_BACK:  # perhaps before a heartbeat tells of the drain
+            self._membership.leaving.said(worker, now_ns)
+        self._tokens.failed(worker, message, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message

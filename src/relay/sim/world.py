@@ -90,8 +90,12 @@ class World(Disturbances):
         return next((node for node in self.gateways.values() if node.alive), self.gateways[self.swarm.gateways[0]])
 
     def story(self, lines: int) -> list[str]:
-        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
-        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        """The last ``lines`` lines of what happened and what the gateways decided, oldest first."""
+        told = self.kernel.story()
+        for host, node in self.gateways.items():
+            name = f"{host}, " if len(self.gateways) > 1 else ""
+            decided = node.core.state.story.everything()
+            told += [(at - self.kernel.origin_ns, f"{name}{text}") for at, text in decided]
         told.sort(key=lambda line: line[0])
         return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 

@@ -13,6 +13,7 @@ from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
+    HANDED_BACK,
     Accept,
     Cancel,
     Drain,
@@ -346,11 +347,9 @@ class WorkerCore:
     def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
         """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
-        if held is None:
-            return
-        if quietly:
+        if held is not None and quietly:
             self._custody.drop(held, reason)
-        else:
+        elif held is not None:
             self._custody.fail(held, reason, retry=True)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -377,7 +376,7 @@ class WorkerCore:
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
         for held in list(self._held.by_key.values()):
-            self._custody.fail(held, "draining", retry=True)
+            self._custody.fail(held, HANDED_BACK, retry=True)
 
     def _exit(self, status: int, reason: str) -> None:
         if not self._exited:

@@ -9,24 +9,12 @@ from relay.sim.planted.mutant import Mutant
 from relay.worker.custody import Custody
 from relay.worker.held import Held
 from relay.worker.orphans import Orphans
-from relay.worker.owners import Owners
 from relay.worker.table import HeldTable
 from relay.worker.token_log import TokenLog
 
 
 def _never_expired(original: Any) -> Any:
     return lambda orphans, now_ns: []
-
-
-def _any_epoch(original: Any) -> Any:
-    """Every life of a gateway counts, the old one beside the new one."""
-
-    def connected(owners: Owners, connection: int, gateway: str, epoch: int) -> tuple[bool, list[int]]:
-        owners._epochs[gateway] = 0
-        original(owners, connection, gateway, epoch)
-        return True, []
-
-    return connected
 
 
 def _dropped_at_once(original: Any) -> Any:
@@ -89,7 +77,6 @@ TABLE = (
     Mutant("an adopted stream begins one late", "I16", TokenLog, "entry", _one_late),
     Mutant("orphans are dropped at once", "I16", Custody, "gateway_lost", _dropped_at_once),
     Mutant("orphans are never freed", "I8", Orphans, "expired", _never_expired),
-    Mutant("old lives of a gateway count", "I3", Owners, "connected", _any_epoch),
     Mutant("the list of orphans is not told", "I16", Custody, "news", _silent),
     Mutant("an orphan's tokens are not told", "I16", TokenLog, "entry", _forgets_what_was_said),
     Mutant("an adopted sequence stays with its first owner", "I3", HeldTable, "rename", _keeps_the_old_owner),
