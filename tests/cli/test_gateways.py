@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -176,6 +177,13 @@ def test_a_client_that_resumes_gets_the_rest_from_whoever_is_there(server):
         part, _, ended = read(response)
     assert ended
     assert text + part == whole
+    assert adopted(server) > 0  # it was found further on than before, not computed from its prompt each time
+
+
+def adopted(server: Serve) -> float:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(r"^relay_worker_orphans_adopted_total\{.*\} (\S+)$", text, re.M))
 
 
 def test_sigterm_lets_streams_finish_and_ends_everything(model, cache):
