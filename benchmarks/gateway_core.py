@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.report import provenance
@@ -65,8 +66,8 @@ def hello(process: str) -> Hello:
     )
 
 
-def step(position: int) -> Tokens:
-    return Tokens([TokenEntry(request, 0, 1, position, [position % 50_000]) for request in range(1, STREAMS + 1)])
+def step(position: int, requests: Iterable[int]) -> Tokens:
+    return Tokens([TokenEntry(request, 0, 1, position, [position % 50_000]) for request in requests])
 
 
 def submission() -> Submission:
@@ -79,11 +80,12 @@ def measure_core() -> list[float]:
     core.handle(Started(), 0)
     core.handle(WorkerConnected(1, hello("agent")), 0)
     core.handle(WorkerConnected(2, hello("engine")), 0)
-    for request in range(1, STREAMS + 1):
+    requests = range(1, STREAMS + 1)
+    for request in requests:
         core.handle(RequestSubmitted(request, submission()), 0)
     rounds, position = [], 0
     for _ in range(ROUNDS):
-        events = [WorkerMessage(KEY, step(position + index)) for index in range(STEPS)]
+        events = [WorkerMessage(KEY, step(position + index, requests)) for index in range(STEPS)]
         position += STEPS
         start = time.process_time()
         for event in events:
@@ -105,11 +107,10 @@ async def measure_shell() -> list[float]:
         shell.hello(connection, hello(process))
         connections.append(connection)
     engine = connections[1]
-    for _ in range(STREAMS):
-        shell.submit(submission(), CountingSink())
+    requests = [shell.submit(submission(), CountingSink()) for _ in range(STREAMS)]
     rounds, position = [], 0
     for _ in range(ROUNDS):
-        frames = [encode(step(position + index)) for index in range(STEPS)]
+        frames = [encode(step(position + index, requests)) for index in range(STEPS)]
         position += STEPS
         before = CountingSink.count
         start = time.process_time()

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from relay.api.types import ChatRequest, CompletionRequest
+from relay.cli.banner import first_request
 from relay.cli.serve import serve
-from relay.cli.server import first_request
 from relay.errors import RelayError
 
 ROOT = Path(__file__).parent.parent

@@ -68,7 +68,7 @@ class RestartConfig:
     crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
     start_attempts: int = 3  # before the cluster was ever complete
     exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
-    report_wait_s: float = 0.2  # after an engine's EOF, wait this long for its agent to say why
+    report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class RetryConfig:
     backoff_s: float = 0.025
     max_backoff_s: float = 1.0
     full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
+    park_lease_s: float = 10.0  # with every D full, P computes the prompt and keeps its KV so long; 0: never
     # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
     budget_per_mille: int = 500  # earned of every accepted or committed token
     budget_tokens_per_s: int = 2000
@@ -158,6 +159,11 @@ class ControlConfig:
     short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
     tick_s: float = 0.1
     story_entries: int = 8192
+    gateway: str = "gateway-0"
+    epoch: int = 1  # of this life of the gateway: grows with every start of any gateway
+    shared_workers: bool = False  # other gateways use them too: a lost connection is not a lost worker
+    adopt_wait_s: float = 0.1  # a client that came back waits so long for news of who computes its request already
+    was_complete: bool = False  # every worker was ready once, in an earlier life
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +301,8 @@ class ServeConfig:
     cache_dir: Path | None = None
     log_level: str = "info"
     grace_s: float = 30.0
+    gateways: int = 1  # processes that serve HTTP on the one port; more than one: under a supervisor
+    orphan_hold_s: float = 10.0  # with several gateways: how long workers keep what a lost one ordered
     worker_port: int = 0  # of the listener that workers dial
     worker_address: str | None = None  # what they dial instead, where something stands in between
     perturb: tuple[str, ...] = ()  # "worker=kind" of ``kernels.perturbed``; "all" is every worker
@@ -307,6 +315,12 @@ class ServeConfig:
         _check(
             self.worker_address is None or re.fullmatch(r"tcp://\S+:\d{1,5}", self.worker_address) is not None,
             f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
+        )
+        _check(1 <= self.gateways <= 16, f"--gateways must be between 1 and 16, not {self.gateways}")
+        _check(0 < self.orphan_hold_s <= 3600, "--orphan-hold must be a number of seconds up to 3600")
+        _check(
+            self.gateways == 1 or (self.worker_port == 0 and self.worker_address is None),
+            "--worker-port and --worker-address name one listener; with --gateways there are several",
         )
         _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 class SequenceKey(NamedTuple):
     """One placement of one choice of one request: the fence against anything older.
 
-    ``request`` is unique within a gateway's life, ``choice`` counts from 0 within the request (n > 1),
+    ``request`` is unique over all gateways and their lives (``first_id``), ``choice`` counts from 0 within the request (n > 1),
     ``attempt`` counts placements from 1.
     """
 
@@ -20,3 +20,11 @@ class WorkerKey(NamedTuple):
 
     worker: str
     incarnation: int
+
+
+_EPOCH_SHIFT = 40
+
+
+def first_id(epoch: int) -> int:
+    """The first request or transfer id of a gateway's life; 2^40 follow it that no other life uses. 0 ≤ ``epoch`` < 2^23."""
+    return (epoch << _EPOCH_SHIFT) + 1

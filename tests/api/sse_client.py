@@ -7,7 +7,7 @@ import httpx
 
 
 def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream, framing checked: events of one data line, nothing after [DONE]."""
+    """The chunks of a stream, framing checked: events of an id and one data line, nothing after [DONE]."""
     with client.stream("POST", path, json={**body, "stream": True}) as response:
         raw = b"".join(response.iter_raw()).decode("utf-8", "strict")
         assert response.status_code == 200, raw
@@ -15,8 +15,9 @@ def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     assert raw.endswith("data: [DONE]\n\n")
     events = raw.removesuffix("data: [DONE]\n\n").split("\n\n")
     assert events.pop() == ""
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    lines = [event.split("\n") for event in events]
+    assert all(len(event) == 2 and event[0].startswith("id: ") and event[1].startswith("data: ") for event in lines)
+    return [json.loads(data.removeprefix("data: ")) for _, data in lines]
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, str]:

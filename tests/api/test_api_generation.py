@@ -9,6 +9,7 @@ from api_fakes import MULTIBYTE, FakeGateway
 from sse_client import finish_reasons, joined, stream
 
 from relay.api.context import Context
+from relay.api.resume import Resume
 from relay.api.validation import ApiLimits
 from relay.models.tokenizer import Tokenizer
 
@@ -266,7 +267,7 @@ def test_defaults(client: httpx.Client, gateway: FakeGateway) -> None:
 def test_seeds_can_be_drawn_from_one_seed(gateway: FakeGateway, tokenizer: Tokenizer) -> None:
     def drawn(seed: int | None) -> list[int]:
         context = Context(gateway, tokenizer, None, ("fake",), ApiLimits(), seed)
-        return [context.draw_seed() for _ in range(3)]
+        return [context.seed(Resume(), 0) for _ in range(3)]
 
     assert drawn(7) == drawn(7) != drawn(8)
     assert drawn(None) != drawn(None)

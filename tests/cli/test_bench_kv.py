@@ -25,7 +25,7 @@ def bench(*arguments):
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     model = write_tiny_model(folder / "tiny")
-    arguments = ("--offline", "--cache-dir", folder / "cache", "--tokens", "40,200", "--runs", "2")
+    arguments = ("--offline", "--cache-dir", folder / "cache", "--tokens", "40,200", "--runs", "2", "--probes", "0")
     done = bench(model, "--json", *arguments, "--chart", folder / "charts")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder / "charts"

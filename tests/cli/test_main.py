@@ -11,7 +11,7 @@ from tests.cli.serving import ENVIRONMENT
 
 from relay import __version__
 from relay.cli import main
-from relay.cli.server import first_request
+from relay.cli.banner import first_request
 from relay.config import ServeConfig, WorkerConfig, parse_bytes
 from relay.errors import RelayError, UsageError
 

@@ -53,6 +53,7 @@ class Sequence:
     tokens: list[int]
     runnable: bool
     transfer: int = 0
+    parks: bool = False  # ends with the first token, which is kept
 
 
 @dataclass
@@ -112,7 +113,7 @@ class FakeWorker:
         elif isinstance(message, Run):
             work = message.work
             generated = list(work.token_ids[work.num_prompt :])
-            self.sequences[self._key(work)] = Sequence(work, generated, runnable=True)
+            self.sequences[self._key(work)] = Sequence(work, generated, runnable=True, parks=message.park_ms > 0)
         elif isinstance(message, Reserve):
             work = message.work
             blocks = -(-(len(work.token_ids) + 8) // self.block_size)
@@ -123,6 +124,8 @@ class FakeWorker:
             self.sequences[self._key(work)] = Sequence(work, generated, runnable=False, transfer=message.transfer)
             self.out.append(Accept(work.request, work.choice, work.attempt, message.transfer, 0))
         elif isinstance(message, Prefill):
+            for key in [key for key in self.sequences if key[:2] == self._key(message.work)[:2]]:
+                del self.sequences[key]  # an older attempt: parked here
             self.prefills[self._key(message.work)] = message
         elif isinstance(message, Cancel):
             for table in (self.sequences, self.prefills):
@@ -133,6 +136,8 @@ class FakeWorker:
                     self.out.append(self.load())
         elif isinstance(message, Drain):
             self.draining = True
+            for key in [key for key, sequence in self.sequences.items() if sequence.parks and not sequence.runnable]:
+                del self.sequences[key]
 
     def load(self) -> Load:
         return Load(self.used_blocks, self.kv_blocks, len(self.sequences), 0, 0)
@@ -143,6 +148,7 @@ class FakeWorker:
         for key, sequence in list(self.sequences.items()):
             if sequence.runnable:
                 entries.append(self._advance(key, sequence))
+                sequence.runnable = not sequence.parks
         if entries:
             self.out.append(Tokens(entries))
             self.out.append(self.load())
@@ -155,17 +161,12 @@ class FakeWorker:
         return order
 
     def handoff(self, key: SequenceKey, transfer: int) -> None:
-        """D gets everything of ``key``: KV and first token."""
+        """D gets everything of ``key``: KV and first token, which it reports too."""
         sequence = self.sequences.get(key)
         if sequence is None or sequence.transfer != transfer or sequence.runnable:
             return
-        work = sequence.work
-        token = next_token(work.token_ids[: work.num_prompt] + sequence.tokens, work.params, work.choice)
-        sequence.tokens.append(token)
-        if finish_of(token, len(sequence.tokens), work.params):
-            del self.sequences[key]
-        else:
-            sequence.runnable = True
+        sequence.runnable = True
+        self.out.append(Tokens([self._advance(key, sequence)]))
 
     def _advance(self, key: SequenceKey, sequence: Sequence) -> TokenEntry:
         work = sequence.work

@@ -7,7 +7,7 @@ from world import World
 from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
-from relay.control.transitions import ChoiceState
+from relay.control.transitions import ChoiceState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
@@ -161,6 +161,27 @@ def test_until_its_first_token_a_request_is_on_one_engine(n: int) -> None:
     assert all(client.finished for client in world.clients.values())
 
 
+def test_hedges_of_choices_share_one_other_engine_until_the_first_token() -> None:
+    """Found by `relay sim --seed 4919`: the hedges of two choices of a hanging request hung two more engines at once."""
+    world = World(first, MANY).ready()
+    world.submit(LONG, n=3)
+    request = world.core.state.requests[1]
+    router = world.core._dispatcher._router
+    taken = set()
+    for choice in request.choices:
+        (attempt,) = choice.attempts
+        attempt.decode.suspect = True
+        for worker in world.core.state.workers.values():  # load that would spread them
+            worker.backlog_tokens += 1000 * (worker.id in taken)
+        placement = router.choose_hedge(attempt, world.now_ns)
+        for worker in world.core.state.workers.values():
+            worker.backlog_tokens = sum(worker.live.values())
+        if placement is not None:
+            world.core._dispatcher.hedge(attempt, placement, world.now_ns)
+            taken.add(placement.decode.id)
+    assert len(taken) == 1
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_killed_engines_blame_nobody(signal: int) -> None:
     world = World(first, ONE).ready()
@@ -236,6 +257,31 @@ def test_a_hang_that_is_not_noticed_yet_does_not_spread() -> None:
     assert world.clients[1].finished
 
 
+def test_a_suspect_that_leaves_a_step_behind_is_not_placed_before_that_is_over() -> None:
+    """Found by `relay sim --seed 43` with rolling_restart: moved off D, it hung a third engine while P hung, too."""
+    world = World(first, MANY).ready()
+    world.submit(LONG)
+    world.core.state.requests[1].suspicion.blames = 2
+    choice = world.core.state.requests[1].choices[0]
+    key = choice.attempts[0].decode.key
+    assert order_to_leave(world, key) is WorkerState.DRAINING
+    assert choice.attempts[0].decode.key == key, "a suspect is not moved"
+    world.handle(e.WorkerMessage(key, SequenceFailed(1, 0, 1, "target lost", True)))
+    for beat, waits in ((Heartbeat(7, "stepping", 90, "R"), True), (Heartbeat(8, "stepping", 9, "R"), True)):
+        world.now_ns += SECOND // 20
+        world.handle(e.WorkerMessage(key, beat))
+        assert (choice.state is ChoiceState.WAITING) is waits
+    world.handle(e.WorkerMessage(key, Heartbeat(9, "stepping", 9, "R")))
+    assert choice.state is ChoiceState.PLACED, "two steps later nothing of it can be in flight"
+    world.settle()
+    assert world.clients[1].finished
+
+
+def order_to_leave(world: World, key: WorkerKey) -> WorkerState:
+    world.handle(e.LeaveOrdered((key.worker,)))
+    return world.core.state.workers[key.worker].state
+
+
 def test_a_hang_and_a_kill_of_one_life_are_one_blame() -> None:
     world = World(first, ONE).ready()
     world.submit(LONG)
@@ -286,6 +332,19 @@ def test_a_poison_does_not_outrun_the_agents_reports() -> None:
     assert world.clients[1].failure.code == "quarantined"
 
 
+def test_a_lost_agents_launcher_may_still_tell_of_a_crash() -> None:
+    """Found by `relay sim --seed 58`: the agents were cut off as the poison crashed an engine, and it took a fourth one."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    request = world.core.state.requests[1]
+    request.suspicion.blames, request.suspicion.ends[0] = 2, 20
+    key = holder(world, 1)
+    world.handle(e.ConnectionLost(key, "agent", "connection reset"))
+    assert request.choices[0].state is ChoiceState.WAITING, "who knows what its engine died of?"
+    world.handle(e.LauncherExited(key, status=139, engine=EngineExited(None, 11, [ComputedRow(1, 0, 1, 20)], True)))
+    assert world.clients[1].failure.code == "quarantined"
+
+
 def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     world = World(first, MANY).ready()
     world.submit([7] * 20)
@@ -293,10 +352,33 @@ def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     for _ in range(2):
         world.handle(e.ConnectionLost(choice.attempts[0].decode.key, "engine", "EOF"))
     assert choice.state is ChoiceState.WAITING
-    world.advance(until_ns=world.now_ns + SECOND)
+    world.advance(until_ns=world.now_ns + 4 * SECOND)
     assert choice.request.suspicion.total == 0
     world.settle()
     assert world.clients[1].finished
+
+
+def test_a_crash_in_the_middle_of_a_prompt_counts() -> None:
+    """Found by `relay chaos --poison`: a prompt computed in several steps was taken for proof that its first part is harmless."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    for blames in (1, 2):
+        crash(world, 1, end=8)
+        assert world.core.state.requests[1].suspicion.blames == blames
+    crash(world, 1, alone=True, end=8)
+    assert world.clients[1].failure.code == "quarantined"
+
+
+def test_a_slow_end_is_waited_for() -> None:
+    """Found by `relay chaos --poison`: between an engine's last byte and its exit lay 0.2 s on a busy machine; a blame was lost."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    key = holder(world, 1)
+    world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    world.advance(until_ns=world.now_ns + SECOND // 2)
+    assert world.core.state.requests[1].suspicion.total == 1
+    report(world, key, (1, 0, 20), alone=True)
+    assert world.core.state.requests[1].suspicion.blames == 1
 
 
 def test_an_engines_eof_after_the_exit_does_not_silence_its_agent() -> None:

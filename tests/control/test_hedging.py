@@ -11,7 +11,7 @@ from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.workers import Worker
 from relay.ids import WorkerKey
-from relay.protocol.messages import Cancel, Heartbeat, Refuse, Run, SequenceFailed, TokenEntry, Tokens
+from relay.protocol.messages import Cancel, ComputedRow, Heartbeat, Refuse, Run, SequenceFailed, TokenEntry, Tokens
 
 ABC = [(name, "both") for name in "abc"]
 PROMPT = list(range(20))
@@ -250,6 +250,36 @@ def test_what_may_crash_engines_gets_no_hedge() -> None:
     choice_of(world).request.suspicion.blames = 1
     go_silent(world, "a")
     assert numbers(world) == [1]
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, [1, 2]), (1, [1])])
+def test_the_long_step_itself_does_not_speak_against_what_is_in_it(others: int, expected: list[int]) -> None:
+    world = World(first, ABC, RICH).ready()
+    world.submit(PROMPT)
+    choice_of(world).request.suspicion.unexplained += others  # a loss before this one: then it does
+    world.core.state.workers["c"].unexplained += [choice_of(world).request] * others
+    row = ComputedRow(1, 0, 1, len(PROMPT))
+    world.handle(e.WorkerMessage(key(world, "a"), Heartbeat(11, "stepping", 2500, "S", [row])))
+    assert choice_of(world).request.suspicion.total == 1 + others
+    tick(world)
+    assert numbers(world) == expected
+
+
+@pytest.mark.parametrize(("committed", "hedges"), [(False, 0), (True, 1)])
+def test_choices_of_one_request_do_not_hang_engine_after_engine(committed: bool, hedges: int) -> None:
+    """Found by `relay sim --seed 65`: hedges of both choices of a poison request hung two more engines, four in all."""
+    world = World(first, ABC, RICH).ready()
+    world.submit(PROMPT, n=2)
+    world.clients[1].deliver = lambda delivery: None
+    if committed:
+        say(world, "a", 1, 0, [100])
+    world.core.state.counters["tokens"] += 1000
+    for name in "ab":
+        world.handle(e.WorkerMessage(key(world, name), Heartbeat(11, "stepping", 2500, "S")))
+    world.core.state.workers["b"].beat = None
+    tick(world)
+    tick(world)
+    assert world.core.state.counters["hedges"] == hedges
 
 
 def test_a_hedge_stays_within_its_numerics() -> None:

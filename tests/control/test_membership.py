@@ -132,6 +132,19 @@ def test_a_ready_worker_that_fails_by_itself_is_restarted_ever_later(how: str) -
     assert delay_ns == 0.8 * SECOND
 
 
+def test_a_kill_that_only_the_agents_status_tells_of_is_a_kill() -> None:
+    """Found by `relay sim --seed 4837`: 137 was taken for a crash, and three kills for a crash loop without workers."""
+    world = World(first, ONE).ready()
+    for _ in range(8):
+        key = live_key(world, "worker-0")
+        world.workers[key].alive = False
+        said = world.handle(e.ConnectionLost(key, "agent", "EOF"))
+        said += world.handle(e.LauncherExited(key, status=137))
+        assert any(isinstance(command, c.LaunchWorker) for command in said)
+        assert world.submit([1, 2]) is None
+        world.ready()
+
+
 def test_a_stable_life_forgives_what_came_before() -> None:
     world = World(first, ONE).ready()
     for _ in range(3):
@@ -201,6 +214,20 @@ def test_silence_of_all_at_once_is_doubted_first() -> None:
     assert not world.closed
     world.advance(until_ns=start + int(3.3 * SECOND))
     assert len(world.closed) == 2
+
+
+def test_the_first_of_many_to_be_overdue_is_doubted_too() -> None:
+    """Found by the scenario registry-blip: of three that fell silent together, the one heard a tick earlier was killed."""
+    world = World(first, [("a", "both"), ("b", "both"), ("c", "both")]).ready()
+    world.advance(until_ns=SECOND)
+    world.silent.update(world.alive())
+    start = world.now_ns
+    for number, name in enumerate(("a", "b", "c")):
+        world.core.state.workers[name].heard_ns = start + number * SECOND // 5
+    world.advance(until_ns=start + int(2.5 * SECOND))
+    assert not world.closed
+    world.advance(until_ns=start + int(3.7 * SECOND))
+    assert len(world.closed) == 3
 
 
 def test_an_engine_that_speaks_is_not_silent() -> None:

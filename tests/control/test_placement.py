@@ -3,7 +3,7 @@
 import pytest
 from world import World
 
-from relay.config import AdmissionConfig, ControlConfig
+from relay.config import AdmissionConfig, ControlConfig, RetryConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import ModelInfo, Submission
@@ -24,6 +24,7 @@ from relay.protocol.sampling import SamplingParams
 SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode")]
 WIDE = [("prefill-0", "prefill"), ("prefill-1", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
 LONG = list(range(100, 260))
+NO_PARKING = ControlConfig(retry=RetryConfig(park_lease_s=0.0))
 
 
 def first(n: int) -> int:
@@ -152,7 +153,7 @@ def test_a_broken_promise_of_a_prefix_holds_nobody_up(how: str) -> None:
 
 
 def test_full_d_then_the_next_then_a_queue_then_computing_there() -> None:
-    world = World(first, WIDE).ready()
+    world = World(first, WIDE, NO_PARKING).ready()
     world.now_ns = 1
     world.submit(LONG)
     tried = []
@@ -375,7 +376,7 @@ def refuse_first(world: World, worker: str = "decode-0") -> None:
 
 
 def test_a_full_worker_that_says_nothing_is_asked_again_at_the_next_tick() -> None:
-    world = World(first, SPLIT).ready()
+    world = World(first, SPLIT, NO_PARKING).ready()
     world.submit(LONG)
     refuse_first(world)
     assert not sent(world, "decode-0")

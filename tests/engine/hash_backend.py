@@ -173,7 +173,11 @@ class HashBackend:
             token = _draw(self._x[last], params, choice, int(batch.positions[last]) + 1, prompt, outputs)
             outputs.append(token)
             logits.append(logits_of(self._x[last]))
-            drawn.append(SampledToken(token))
+            if params.logprobs is None:
+                drawn.append(SampledToken(token))
+            else:
+                top = [(rank, -float(token + rank)) for rank in range(params.logprobs)]
+                drawn.append(SampledToken(token, -float(token), top))
         self._logits = np.array(logits, np.float32)
         if self.raises_late:
             self.raises_late -= 1

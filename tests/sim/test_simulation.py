@@ -78,11 +78,14 @@ def test_a_fault_that_is_left_out_moves_no_other() -> None:
 
 
 def test_choices_can_be_fixed_by_their_label() -> None:
-    tape = Tape(1, Edits(fixed={"requests": 10_000, "faultless": 0}), keep=True)
-    run = run_tape(tape)
+    tape = Tape(1, Edits(fixed={"requests": 10_000, "latency": 1, "step computes late": 0}), keep=True)
+    run_tape(tape)
     drawn = dict(tape.drawn["swarm"])
     assert drawn["requests"] == 21  # the largest possible
-    assert run.faults == {}
+    assert drawn["latency"] == 1
+    late = [value for choices in tape.drawn.values() for label, value in choices if label == "step computes late"]
+    assert late
+    assert not any(late)
 
 
 def _tape(head: frames.Head, *more: frames.Frame) -> bytes:

@@ -298,9 +298,9 @@ def test_connections_of_a_pair_do_not_mix_kv_and_control(pair, scheme):
     kinds = {}
     heard_on = Reception.heard_on
 
-    def spy(self, link, kind):
-        kinds.setdefault(link, set()).add(kind)
-        heard_on(self, link, kind)
+    def spy(self, link, header):
+        kinds.setdefault(link, set()).add(header.kind)
+        heard_on(self, link, header)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reception, "heard_on", spy)

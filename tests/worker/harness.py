@@ -6,13 +6,14 @@ from relay.clock import MonotonicClock
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import SequenceKey
-from relay.protocol.messages import Accept, CacheChanged, Load, Prefill, Reserve, SequenceFailed, Tokens, Work
+from relay.protocol.messages import Accept, CacheChanged, Load, Orphans, Prefill, Reserve, SequenceFailed, Tokens, Work
 from relay.protocol.sampling import SamplingParams
 from relay.transfer.checksum import crc32c
 from relay.transfer.contract import Identity, Layout, TransferLimits
 from relay.transfer.inproc import InprocTransport, Network
 from relay.worker.commands import (
     AbortTransfer,
+    CloseGateway,
     Exit,
     ForgetUnsent,
     OpenReceive,
@@ -23,7 +24,7 @@ from relay.worker.commands import (
     StartStep,
 )
 from relay.worker.core import WorkerConfig, WorkerCore
-from relay.worker.events import OrderReceived, StepFinished, TimerFired
+from relay.worker.events import GatewayConnected, OrderReceived, StepFinished, TimerFired
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 from tests.engine.hash_backend import LAYERS, HashBackend, oracle, program
@@ -75,11 +76,17 @@ class FakeWorker:
         )  # never started: ``compute`` is its loop
         self.timers = {}
         self.outbox = []
+        self.heard = {}  # connection → what was sent to it alone
+        self.closed = []  # connections
         self.exited = None
         world.workers[name] = self
+        self.connect(0)
 
-    def order(self, message):
-        self.events.append(OrderReceived(0, message))
+    def connect(self, connection, gateway="gateway-0", epoch=1):
+        self.events.append(GatewayConnected(connection, gateway, epoch))
+
+    def order(self, message, connection=0):
+        self.events.append(OrderReceived(connection, message))
 
     def think(self):
         """Handle what has happened, then plan."""
@@ -87,6 +94,7 @@ class FakeWorker:
             self._carry_out(self.core.handle(self.events.popleft(), self.world.now_ns))
         self._carry_out(self.core.advance(self.world.now_ns))
         self.core.held.check()
+        self.core.orphans.check()
 
     def compute(self):
         """Run the oldest started step."""
@@ -108,8 +116,11 @@ class FakeWorker:
     def _carry_out(self, commands):
         for command in commands:
             match command:
-                case SendToGateway(_, message):
+                case SendToGateway(connection, message):
                     self.outbox.append(message)
+                    self.heard.setdefault(connection, []).append(message)
+                case CloseGateway(connection):
+                    self.closed.append(connection)
                 case StartStep():
                     self.steps.append(command)
                 case OpenSend(order):
@@ -133,6 +144,7 @@ class FakeWorker:
     def check_empty(self):
         """Nothing is held: no block, no sequence, no transfer."""
         assert len(self.core.held) == 0
+        assert len(self.core.orphans) == 0
         assert not self.core.held.by_transfer
         assert not self.core.held.by_slot
         assert self.scheduler.load().kv_used == 0
@@ -196,6 +208,7 @@ class World:
         self.failures += worker.sent(SequenceFailed)
         worker.sent(Load)
         worker.sent(CacheChanged)
+        worker.sent(Orphans)
 
     def tokens(self, of: Work):
         """All tokens heard of an attempt, in order; positions must have no hole."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from relay.ids import SequenceKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
     Accept,
@@ -25,6 +26,7 @@ from relay.transfer.frame import Kind, parse
 from relay.worker import held
 from relay.worker.core import WorkerConfig
 from relay.worker.events import DrainRequested, GatewayLost
+from relay.worker.table import MAX_ENDED
 from tests.worker.harness import TINY, World, expected, work
 
 PROMPT = [7, 3, 9, 1, 4] * 12  # 60 tokens
@@ -59,6 +61,21 @@ def test_split_equals_a_run_alone(world, pair, prompt, values):
     world.split(*pair, request)
     world.settle()
     check_exact(world, request)
+    assert not world.failures
+    for worker in pair:
+        worker.check_empty()
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), [(16, 48), (48, 16), (32, 64)])
+@pytest.mark.parametrize("prompt", [LONG, LONG[:33], [5]])
+def test_block_sizes_may_differ(world, prompt, of_p, of_d):
+    """The wire knows tokens and no blocks. A second request then finds on D whole blocks of D's size, and gets the rest."""
+    pair = world.worker("p", block_size=of_p), world.worker("d", block_size=of_d)
+    for number in (1, 2):
+        request = work([*prompt, *range(number)], request=number, capture=True)
+        world.split(*pair, request)
+        world.settle()
+        check_exact(world, request)
     assert not world.failures
     for worker in pair:
         worker.check_empty()
@@ -521,7 +538,7 @@ def test_load_and_cache_reports_are_bounded_in_rate_and_complete(world):
     assert all(later - earlier >= 50_000_000 for earlier, later in pairwise(times))
     assert len(loads) >= 3
     assert loads[-1][1] == w.scheduler.load()
-    assert [change.sequence for change in changes] == list(range(1, len(changes) + 1))
+    assert [change.sequence for change in changes] == list(range(len(changes)))
     assert [change.reset for change in changes] == [True] + [False] * (len(changes) - 1)
     known = set()
     for change in changes:
@@ -559,4 +576,41 @@ def test_transition_table_names_every_state():
     sources = {state for state, _ in held.TRANSITIONS}
     assert sources == {held.HeldState.PREFILLING, held.HeldState.RESERVED}
     with pytest.raises(KeyError):
-        held.Held((1, 0, 1), 0, work(PROMPT), held.HeldState.RUNNING).move(held.HeldEvent.FIRST_TOKEN_DRAWN)
+        held.Held((1, 0, 1), (1, 0, 1), 0, work(PROMPT), held.HeldState.RUNNING).move(held.HeldEvent.FIRST_TOKEN_DRAWN)
+
+
+@pytest.mark.parametrize("end", ["finish", "cancel"])
+def test_an_order_that_comes_again_after_its_end_is_not_taken_again(world, end):
+    """Found by `relay sim --seed 5` with control_repeat: nobody wanted the work, and nobody would ever have cancelled it."""
+    worker = world.worker("w")
+    request = work(PROMPT)
+    worker.order(Run(request))
+    worker.think()
+    if end == "cancel":
+        worker.order(Cancel(1, 0, 1))
+    world.settle()
+    worker.check_empty()
+    worker.sent(Tokens)
+    worker.order(Run(request))
+    worker.order(Reserve(request, 7, "p", 1))
+    worker.think()
+    assert not len(worker.core.held)
+    assert not worker.sent(Accept)
+    later = work(PROMPT, attempt=2)
+    worker.order(Run(later))
+    world.settle()
+    check_exact(world, later)
+
+
+def test_ends_are_remembered_up_to_a_bound(world):
+    worker = world.worker("w")
+    for number in range(1, 40):
+        worker.order(Run(work([5, 6], request=number, max_tokens=1)))
+        world.settle()
+    assert len(worker.core.held._ended) == 39
+    worker.core.held._ended.update({(-number, 0): 1 for number in range(1, MAX_ENDED - 38)})
+    worker.order(Run(work([5, 6], request=99, max_tokens=1)))
+    world.settle()
+    assert len(worker.core.held._ended) == MAX_ENDED
+    assert not worker.core.held.is_over(SequenceKey(1, 0, 1))
+    assert worker.core.held.is_over(SequenceKey(99, 0, 1))

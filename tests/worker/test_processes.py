@@ -219,7 +219,7 @@ def test_a_crash_in_a_step_is_reported_with_its_rows(start):
     os.kill(worker.hello.pid, signal.SIGSEGV)
     os.kill(worker.hello.pid, signal.SIGCONT)
     report = worker.agent.expect(EngineExited)
-    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row[1:]) for row in rows], False)
+    assert report == EngineExited(None, signal.SIGSEGV, [ComputedRow(*row) for row in rows], False)
     assert all(row.end > len(PROMPT) for row in report.manifest)
 
 

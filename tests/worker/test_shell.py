@@ -20,14 +20,14 @@ from relay.protocol.messages import (
 from relay.transfer.contract import Identity
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import TcpWire
-from relay.worker.control_link import ControlLink
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.engine_shell import EngineShell
+from relay.worker.gateway_links import GatewayLinks
 from relay.worker.inbox import Inbox
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 from tests.engine.hash_backend import LAYERS, HashBackend, program
-from tests.worker.gateway_side import accept, address_of, listen
+from tests.worker.gateway_side import accept_hello, address_of, listen
 from tests.worker.harness import LAYOUT, MAX_MODEL_LEN, TINY, expected, work
 
 
@@ -46,15 +46,16 @@ class LiveWorker:
         self.shell = EngineShell(core, self.transport, inbox, page, clock)
         steps = StepThread(runner, self.transport, LAYERS, page, inbox.post, clock)
         steps.start()
-        link = ControlLink(address_of(listener), GatewayToEngine)
-        link.send(Hello(process="engine", worker=name, incarnation=1, pid=1))
-        self.gateway = accept(listener)
+        hello = Hello(process="engine", worker=name, incarnation=1, pid=1)
+        links = GatewayLinks([address_of(listener)], GatewayToEngine, lambda: hello, clock.now_ns, again=False)
+        links.dial_first()
+        _, self.gateway = accept_hello(listener)
         self.ended = None
-        self.thread = threading.Thread(target=self._run, args=(link, steps))
+        self.thread = threading.Thread(target=self._run, args=(links, steps))
         self.thread.start()
 
-    def _run(self, link, steps):
-        self.ended = self.shell.run([link], steps.submit)
+    def _run(self, links, steps):
+        self.ended = self.shell.run(links, steps.submit)
 
     def drain(self):
         self.gateway.send(Drain())

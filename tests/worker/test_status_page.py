@@ -4,9 +4,9 @@ import pytest
 
 from relay.protocol.messages import ComputedRow
 from relay.worker import status_page
-from relay.worker.status_page import ManifestRow, StatusPage, manifest_for
+from relay.worker.status_page import ManifestRow, StatusPage, manifest_of
 
-ROWS = [ManifestRow(0, 7, 0, 1, 33), ManifestRow(0, 7, 1, 1, 40), ManifestRow(1, 8, 0, 2, 64)]
+ROWS = [ManifestRow(7, 0, 1, 33), ManifestRow(7, 1, 1, 40), ManifestRow(8, 0, 2, 64)]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_damage_is_noticed(page: StatusPage) -> None:
 
 
 def test_bounds(page: StatusPage) -> None:
-    page.begin_step([ManifestRow(0, -1, 0, 1 << 70, 5)] * 3, 1)
+    page.begin_step([ManifestRow(-1, 0, 1 << 70, 5)] * 3, 1)
     assert len(page.manifest()) == 3
     page.finish_step()
     page.begin_step([ROWS[0]] * (status_page.MAX_ROWS + 1), 1)
@@ -83,8 +83,6 @@ def test_bounds(page: StatusPage) -> None:
 
 
 def test_each_gateway_is_told_its_own_rows() -> None:
-    assert manifest_for(ROWS, 0) == ([ComputedRow(7, 0, 1, 33), ComputedRow(7, 1, 1, 40)], False)
-    assert manifest_for(ROWS, 1) == ([ComputedRow(8, 0, 2, 64)], False)
-    assert manifest_for(ROWS[:2], 0)[1], "two choices of one request are alone"
-    assert manifest_for(ROWS[:2], 1) == ([], True)
-    assert manifest_for([], 0) == ([], False)
+    assert manifest_of(ROWS) == ([ComputedRow(*row) for row in ROWS], False)
+    assert manifest_of(ROWS[:2])[1], "two choices of one request are alone"
+    assert manifest_of([]) == ([], False)

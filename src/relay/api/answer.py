@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from relay.api.choice import Choice
 from relay.api.errors import ApiError, error_response, from_failure
 from relay.api.metrics import ApiMetrics
+from relay.api.resume import Resume, event_id
 from relay.api.sse import DONE, EventStream, GoneReason, Headers, event
 from relay.api.types import PromptTokensDetails, Usage
 from relay.control.contract import Delivery, Gateway, RequestFailure, Submission, SubmissionRefused
@@ -37,8 +38,11 @@ class Format(Protocol):
         """A chunk with text and the details of tokens from ``choice.shown`` on."""
         ...
 
-    def closing(self, choice: Choice) -> bytes:
-        """The chunk with the finish reason."""
+    def closing(self, choice: Choice, text: str) -> bytes:
+        """The chunk with the last ``text``, details of tokens from ``choice.shown`` on (where asked for) and the finish reason.
+
+        One chunk: its id then says that the choice has ended.
+        """
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
@@ -56,6 +60,7 @@ class Job:
     stream: bool
     include_usage: bool
     details: bool
+    resume: Resume
 
 
 def usage_of(choices: list[list[Choice]]) -> Usage:
@@ -77,6 +82,14 @@ class PromptSink:
         self._early: list[int] = []  # choices that ended before ``submit`` returned
         self.request: int | None = None
 
+    def redirect(self, answer: "Answer", choices: list[Choice]) -> None:
+        """From now on everything goes to ``answer``, which is told all that came before."""
+        before, self._answer, self._choices = self._choices, answer, choices
+        for index, (old, new) in enumerate(zip(before, choices, strict=True)):
+            if old.token_ids or old.finish_reason is not None:
+                new.last_ns = old.last_ns
+                self._show(answer, new, old.so_far(index))
+
     def submitted(self, request: int) -> None:
         self.request = request
         for choice in self._early:
@@ -87,12 +100,15 @@ class PromptSink:
         choice = self._choices[delivery.choice]
         if answer.over or choice.finish_reason is not None:
             return
+        now_ns = time.monotonic_ns()
+        answer.metrics.delivered(
+            now_ns - (choice.last_ns or answer.arrived_ns), not choice.last_ns, len(delivery.token_ids)
+        )
+        choice.last_ns = now_ns
+        self._show(answer, choice, delivery)
+
+    def _show(self, answer: "Answer", choice: Choice, delivery: Delivery) -> None:
         try:
-            now_ns = time.monotonic_ns()
-            answer.metrics.delivered(
-                now_ns - (choice.last_ns or answer.arrived_ns), not choice.last_ns, len(delivery.token_ids)
-            )
-            choice.last_ns = now_ns
             delta = choice.accept(delivery)
             if choice.text.stop_matched is not None and delivery.finish is None:
                 if self.request is None:
@@ -131,9 +147,7 @@ class Answer:
             if submission.params.max_tokens == 0:
                 if not self.gateway.model.numerics_id:  # answered here, but nobody could say for which numerics
                     raise ApiError("No worker is ready yet.", status=503, code="no_workers", retry_after_s=1)
-                for choice in choices:
-                    choice.finish_reason = "length"
-                    self.show(choice, "")
+                self._show_empty(choices)
                 continue
             sink = PromptSink(self, choices)
             try:
@@ -144,6 +158,30 @@ class Answer:
                 raise from_failure(refused.failure) from refused
             self._sinks.append(sink)
             sink.submitted(request)
+
+    def _show_empty(self, choices: list[Choice]) -> None:
+        for choice in choices:
+            choice.finish_reason = "length"
+            self.show(choice, "")
+
+    def take_over(self, older: "Answer") -> None:
+        """The same request is being answered on an older connection: end that, and go on here with all it has had."""
+        sinks, older._sinks = older._sinks, []
+        older.replaced()
+        self._sinks = sinks
+        groups = [
+            group for group, one in zip(self.job.choices, self.job.submissions, strict=True) if one.params.max_tokens
+        ]
+        for group, one in zip(self.job.choices, self.job.submissions, strict=True):
+            if not one.params.max_tokens:
+                self._show_empty(group)
+        for sink, group in zip(sinks, groups, strict=True):
+            sink.redirect(self, group)
+
+    def replaced(self) -> None:
+        """The client has sent the request again, and reads the answer there."""
+        self.over = True
+        self.fail(ApiError("The request was sent again and is answered there.", status=409, code="replaced"))
 
     def stop(self) -> None:
         """Cancel everything in the gateway."""
@@ -196,34 +234,57 @@ class StreamedAnswer(Answer):
         super().__init__(job, gateway, metrics, headers, arrived_ns)
         self._stream = EventStream(headers, keep_alive_s=keep_alive_s, buffer_limit=buffer_limit, on_gone=self.gone)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._choices = [choice for group in job.choices for choice in group]
 
     def show(self, choice: Choice, delta: str) -> None:
-        job = self.job
+        job, single = self.job, len(self._choices) == 1
+        ended = choice.finish_reason is not None
+        if choice.behind:  # the client has it; of one choice it may still need the end
+            if ended:
+                choice.shown = choice.text.num_tokens
+                self._close(choice, self._event(job.format.closing(choice, "")) if single else b"")
+            return
         frame = self._frames.get(choice.index)
         data = b""
         if frame is None:
             before, after = job.format.text_frame(choice)
             frame = self._frames[choice.index] = (b"data: " + before, after + b"\n\n")
-            opening = job.format.opening(choice)
+            opening = None if self._begun_before(choice) else job.format.opening(choice)
             if opening is not None:
-                data = event(opening)
+                data = event_id([other.consumed if other is choice else other.num_shown for other in self._choices])
+                data += event(opening)
+        if ended and not single:  # text and end in one event, so that its id tells whether the client has both
+            self._close(choice, data + self._event(job.format.closing(choice, delta)))
+            return
         if job.details:
             if delta or choice.shown < choice.text.num_tokens:
-                data += event(job.format.detailed_chunk(choice, delta))
+                data += self._event(job.format.detailed_chunk(choice, delta))
                 choice.shown = choice.text.num_tokens
         elif delta:
-            data += frame[0] + json_string(delta) + frame[1]
-        if choice.finish_reason is None:
+            data += event_id([other.num_shown for other in self._choices]) + frame[0] + json_string(delta) + frame[1]
+        if ended:
+            choice.shown = choice.text.num_tokens
+            self._close(choice, data + self._event(job.format.closing(choice, "")))
+        elif data:
+            self._stream.write(data)
+
+    def _event(self, payload: bytes) -> bytes:
+        """An event after which the client has all that was accepted so far."""
+        return event_id([choice.num_shown for choice in self._choices]) + event(payload)
+
+    def _close(self, choice: Choice, data: bytes) -> None:
+        """``data`` is the last of ``choice``."""
+        if not self.finished(choice):
             if data:
                 self._stream.write(data)
             return
-        data += event(job.format.closing(choice))
-        if not self.finished(choice):
-            self._stream.write(data)
-            return
-        if job.include_usage:
-            data += event(job.format.usage_chunk(usage_of(job.choices)))
+        if self.job.include_usage:
+            data += self._event(self.job.format.usage_chunk(usage_of(self.job.choices)))
         self._stream.end(data + DONE)
+
+    def _begun_before(self, choice: Choice) -> bool:
+        """The client has had this choice's opening. With several choices that is sure only of those it has tokens of."""
+        return choice.consumed > 0 or (self.job.resume.consumed is not None and len(self._choices) == 1)
 
     def fail(self, error: ApiError) -> None:
         self.status = error.status

@@ -9,6 +9,7 @@ from relay.api.endpoint import GenerationEndpoint
 from relay.api.errors import ApiError
 from relay.api.logprobs import chat_logprobs
 from relay.api.messages import parse_messages
+from relay.api.resume import Resume
 from relay.api.types import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatRequest, Usage
 from relay.api.validation import (
     bad_value,
@@ -49,8 +50,13 @@ class ChatFormat:
             chunk.token_ids = choice.token_ids[choice.shown :]
         return self._identity.encode([chunk], self._usage)
 
-    def closing(self, choice: Choice) -> bytes:
-        chunk = ChatChunkChoice(choice.index, ChatDelta(), None, choice.finish_reason, choice.stop_reason)
+    def closing(self, choice: Choice, text: str) -> bytes:
+        delta = ChatDelta(content=text) if text else ChatDelta()
+        details = choice.shown < choice.text.num_tokens
+        logprobs = self._logprobs(choice, choice.shown) if details else None
+        chunk = ChatChunkChoice(choice.index, delta, logprobs, choice.finish_reason, choice.stop_reason)
+        if self._wanted.token_ids and details:
+            chunk.token_ids = choice.token_ids[choice.shown :]
         if self._wanted.capture:
             chunk.relay = choice.capture()
         return self._identity.encode([chunk], self._usage)
@@ -83,7 +89,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     name = "chat.completions"
     decoder = msgspec.json.Decoder(ChatRequest)
 
-    async def prepare(self, request: ChatRequest) -> Job:
+    async def prepare(self, request: ChatRequest, resume: Resume) -> Job:
         context, limits, model = self.context, self.context.limits, self.context.gateway.model
         check_response_format(request)
         _check_tools(request)
@@ -96,12 +102,18 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         params = sampling_params(request, model, limits, logprobs)
         ids = await self._tokenize(request)
         max_tokens = fit(model.max_model_len, len(ids), asked, None, "messages")
-        submission = context.submission(request, ids, with_prompt(params, request, max_tokens, context.draw_seed), n)
-        choices = [new_choice(k, ids, submission.params, wanted, context.detokenizer) for k in range(n)]
+        resume.check_choices(n)
+        params = with_prompt(params, request, max_tokens, lambda: context.seed(resume, 0))
+        submission = context.submission(request, ids, params, n, resume, 0)
+        choices = [
+            new_choice(k, ids, params, wanted, context.detokenizer, consumed=resume.consumed_of(k)) for k in range(n)
+        ]
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
         kind = "chat.completion.chunk" if stream else "chat.completion"
-        form = ChatFormat(context.identity("chatcmpl", kind, request.model), context, wanted, usage_null=include_usage)
-        return Job([submission], [choices], form, stream, include_usage, wanted.details)
+        form = ChatFormat(
+            context.identity("chatcmpl", kind, request.model, resume), context, wanted, usage_null=include_usage
+        )
+        return Job([submission], [choices], form, stream, include_usage, wanted.details, resume)
 
     def _logprobs(self, request: ChatRequest) -> int | None:
         top = request.top_logprobs

@@ -45,13 +45,18 @@ class Choice:
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     shown: int = 0
+    consumed: int = 0  # tokens the client has from before: their text is made again, and not shown
     last_ns: int = 0
 
     def accept(self, delivery: Delivery) -> str:
         """Add newly committed tokens; return the text to show now. Sets ``finish_reason`` when the choice is complete."""
         text = self.text
         before = text.num_tokens
-        delta = text.push(delivery.token_ids, last=delivery.finish is not None)
+        token_ids, last = delivery.token_ids, delivery.finish is not None
+        known = max(0, self.consumed - before)
+        if known:
+            text.push(token_ids[:known], last=last and len(token_ids) <= known)
+        delta = text.push(token_ids[known:], last=last) if len(token_ids) > known else ""
         count = text.num_tokens - before
         if before == 0:
             self.cached_tokens = delivery.cached_tokens
@@ -71,13 +76,44 @@ class Choice:
                 self.stop_reason = self.token_ids[-1]
         return delta
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens the client has when all that was streamed has reached it."""
+        return max(self.text.num_tokens, self.consumed)
+
+    @property
+    def behind(self) -> bool:
+        """The client has all of this, and more or the end of it."""
+        count = self.text.num_tokens
+        return count < self.consumed or (count == self.consumed > 0)
+
+    def so_far(self, index: int) -> Delivery:
+        """All that was accepted, as one delivery of the request's choice ``index``."""
+        ended = self.finish_reason in ("stop", "length") and self.text.stop_matched is None
+        return Delivery(
+            index,
+            0,
+            list(self.token_ids),
+            ("stop" if self.finish_reason == "stop" else "length") if ended else None,
+            list(self.logprobs) or None,
+            self.cached_tokens,
+            list(self.logit_digests) or None,
+            self.kv_digests or None,
+        )
+
     def capture(self) -> Capture:
         """The digests asked for with ``relay_capture``."""
         return Capture([digest.hex() for digest in self.logit_digests], [digest.hex() for digest in self.kv_digests])
 
 
 def new_choice(
-    index: int, prompt_ids: list[int], params: SamplingParams, wanted: Wanted, detokenizer: Detokenizer, echo: str = ""
+    index: int,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    wanted: Wanted,
+    detokenizer: Detokenizer,
+    echo: str = "",
+    consumed: int = 0,
 ) -> Choice:
     """An empty choice for ``params``."""
     text = TextPath(
@@ -88,4 +124,4 @@ def new_choice(
         hidden=frozenset(params.stop_token_ids + params.eos_token_ids),
         offsets=wanted.logprobs is not None,
     )
-    return Choice(index, text, params.stop_token_ids, prompt_ids, echo)
+    return Choice(index, text, params.stop_token_ids, prompt_ids, echo, shown=consumed, consumed=consumed)

@@ -1,5 +1,7 @@
 """POST /v1/completions."""
 
+from functools import partial
+
 import msgspec
 
 from relay.api.answer import Job
@@ -9,6 +11,7 @@ from relay.api.endpoint import GenerationEndpoint
 from relay.api.errors import ApiError
 from relay.api.logprobs import completion_logprobs
 from relay.api.prompts import Prompt, parse_prompts
+from relay.api.resume import Resume
 from relay.api.types import CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from relay.api.validation import (
     bad_value,
@@ -53,8 +56,12 @@ class CompletionFormat:
             chunk.token_ids = choice.token_ids[choice.shown :]
         return self._chunk(chunk)
 
-    def closing(self, choice: Choice) -> bytes:
-        chunk = CompletionChoice(choice.index, "", None, choice.finish_reason, choice.stop_reason)
+    def closing(self, choice: Choice, text: str) -> bytes:
+        details = choice.shown < choice.text.num_tokens
+        logprobs = self._logprobs(choice, choice.shown) if details else None
+        chunk = CompletionChoice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        if self._wanted.token_ids and details:
+            chunk.token_ids = choice.token_ids[choice.shown :]
         if self._wanted.capture:
             chunk.relay = choice.capture()
         return self._chunk(chunk)
@@ -92,7 +99,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
     name = "completions"
     decoder = msgspec.json.Decoder(CompletionRequest)
 
-    async def prepare(self, request: CompletionRequest) -> Job:
+    async def prepare(self, request: CompletionRequest, resume: Resume) -> Job:
         context, limits, model = self.context, self.context.limits, self.context.gateway.model
         check_response_format(request)
         stream = check_stream(request)
@@ -119,27 +126,33 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         tokenized = await context.encode_prompts(prompts, request.add_special_tokens is not False, "prompt")
         submissions: list[Submission] = []
         choices: list[list[Choice]] = []
-        for ids in tokenized:
+        resume.check_choices(len(tokenized) * n)
+        for position, ids in enumerate(tokenized):
             if not ids:
                 raise bad_value("prompt", "it has no tokens")
             max_tokens = fit(model.max_model_len, len(ids), asked, DEFAULT_MAX_TOKENS, "prompt")
-            submissions.append(
-                context.submission(request, ids, with_prompt(params, request, max_tokens, context.draw_seed), n)
-            )
+            own = with_prompt(params, request, max_tokens, partial(context.seed, resume, position))
+            submissions.append(context.submission(request, ids, own, n, resume, position))
         for position, submission in enumerate(submissions):
             echo = self._echo(prompts[position], tokenized[position]) if request.echo else ""
             choices.append(
                 [
                     new_choice(
-                        position * n + k, submission.token_ids, submission.params, wanted, context.detokenizer, echo
+                        index,
+                        submission.token_ids,
+                        submission.params,
+                        wanted,
+                        context.detokenizer,
+                        echo,
+                        resume.consumed_of(index),
                     )
-                    for k in range(n)
+                    for index in range(position * n, position * n + n)
                 ]
             )
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        identity = context.identity("cmpl", "text_completion", request.model)
+        identity = context.identity("cmpl", "text_completion", request.model, resume)
         form = CompletionFormat(identity, context, wanted, usage_null=include_usage)
-        return Job(submissions, choices, form, stream, include_usage, wanted.details)
+        return Job(submissions, choices, form, stream, include_usage, wanted.details, resume)
 
     def _logprobs(self, request: CompletionRequest) -> int | None:
         logprobs = request.logprobs

@@ -1,11 +1,13 @@
 """What every endpoint needs: the gateway, the tokenizer, the limits, and the identity of answers."""
 
+from __future__ import annotations
+
 import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -13,11 +15,15 @@ from relay.api.detokenizer import Detokenizer, TokenTexts
 from relay.api.errors import ApiError, context_length_exceeded
 from relay.api.metrics import ApiMetrics
 from relay.api.prompts import Prompt
+from relay.api.resume import Resume
 from relay.api.tokenization import TokenizerPool
 from relay.api.types import Envelope, GenerationRequest, Usage
 from relay.api.validation import ApiLimits
 from relay.control.contract import Gateway, Submission
 from relay.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from relay.api.answer import Answer
 
 _encode = msgspec.json.Encoder().encode
 
@@ -45,9 +51,9 @@ class Identity:
 
     mark = "\x00relay text\x00"  # stands for a chunk's text while its frame is encoded
 
-    def __init__(self, prefix: str, kind: str, model: str, gateway: Gateway) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, gateway: Gateway, resume: Resume) -> None:
         """The fingerprint is read when something is encoded: a request that came before the first worker has none to name."""
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
+        self.id = f"{prefix}-{resume.of('id', 0, 16).hex() if resume.digest else secrets.token_hex(16)}"
         self.kind = kind
         self._created = int(time.time())
         self._model = model
@@ -102,13 +108,29 @@ class Context:
         self.pool = TokenizerPool(limits)
         self.metrics = ApiMetrics(self.served_names[0])
         bits = secrets.randbits if seed is None else random.Random(seed).getrandbits
-        self.draw_seed = partial(bits, 64)
+        self._draw_seed = partial(bits, 64)
+        self.running: dict[bytes, Answer] = {}  # by digest of an idempotent request: the newest connection of each
 
-    def identity(self, prefix: str, kind: str, model: str | None) -> Identity:
-        return Identity(prefix, kind, model or self.served_names[0], self.gateway)
+    def identity(self, prefix: str, kind: str, model: str | None, resume: Resume) -> Identity:
+        return Identity(prefix, kind, model or self.served_names[0], self.gateway, resume)
 
-    def submission(self, request: GenerationRequest, ids: list[int], params: SamplingParams, n: int) -> Submission:
-        return Submission(ids, params, n, request.cache_salt or "", bool(request.relay_capture))
+    def seed(self, resume: Resume, prompt: int) -> int:
+        """For a prompt that names none: the same whenever and wherever the same request is sent again."""
+        return resume.seed(prompt) if resume.digest else self._draw_seed()
+
+    def submission(
+        self, request: GenerationRequest, ids: list[int], params: SamplingParams, n: int, resume: Resume, prompt: int
+    ) -> Submission:
+        return Submission(
+            ids,
+            params,
+            n,
+            request.cache_salt or "",
+            bool(request.relay_capture),
+            resume_key=resume.resume_key(self.gateway.model.model_digest, prompt),
+            returns=resume.consumed is not None,
+            numerics_id=resume.numerics_id,
+        )
 
     async def encode_prompts(self, prompts: list[Prompt], add_special: bool, param: str) -> list[list[int]]:
         """Token ids of each prompt, texts tokenized in a thread. Raises ApiError for a text that cannot fit the context."""

@@ -12,6 +12,7 @@ from relay.api.answer import Answer, Job, PlainAnswer, StreamedAnswer
 from relay.api.body import ClientGone, decode, read_body
 from relay.api.context import Context
 from relay.api.errors import ApiError, error_response
+from relay.api.resume import Resume, bad_header, read_resume
 from relay.api.sse import Headers
 from relay.api.types import GenerationRequest
 from relay.api.validation import cache_salt, check_model
@@ -41,7 +42,7 @@ class GenerationEndpoint(Generic[_R]):
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    async def prepare(self, request: _R) -> Job:
+    async def prepare(self, request: _R, resume: Resume) -> Job:
         """Validate everything and tokenize. Raises ApiError."""
         raise NotImplementedError
 
@@ -52,7 +53,7 @@ class GenerationEndpoint(Generic[_R]):
         status, answer = 500, None
         try:
             answer = await self._answer(scope, receive, headers, arrived_ns)
-            answer.submit()
+            self._submit(answer)
             await answer.serve(scope, receive, send)
             status = answer.status
         except ApiError as error:
@@ -65,6 +66,8 @@ class GenerationEndpoint(Generic[_R]):
                 answer.stop()
             raise
         finally:
+            if answer is not None and self.context.running.get(answer.job.resume.digest) is answer:
+                del self.context.running[answer.job.resume.digest]
             self.context.metrics.responded(self.name, status)
             self._account(request_id, status, answer, arrived_ns)
 
@@ -74,7 +77,13 @@ class GenerationEndpoint(Generic[_R]):
         request = decode(body, self.decoder)
         check_model(request.model, context.served_names)
         cache_salt(request, context.limits)
-        job = await self.prepare(request)
+        resume = read_resume(scope, body)
+        if resume.consumed is not None and not request.stream:
+            raise bad_header("Last-Event-ID", "only a stream can be continued")
+        job = await self.prepare(request, resume)
+        numerics_id = context.gateway.model.numerics_id
+        if numerics_id:
+            headers.append((b"relay-numerics-id", numerics_id.encode()))
         if job.stream:
             return StreamedAnswer(
                 job,
@@ -86,6 +95,17 @@ class GenerationEndpoint(Generic[_R]):
                 buffer_limit=context.limits.stream_buffer_bytes,
             )
         return PlainAnswer(job, context.gateway, context.metrics, headers, arrived_ns)
+
+    def _submit(self, answer: Answer) -> None:
+        """Queue the request, or take it over from an older connection of the same client. Raises ApiError."""
+        digest, running = answer.job.resume.digest, self.context.running
+        older = running.get(digest) if digest else None
+        if digest:
+            running[digest] = answer
+        if older is None or older.over:
+            answer.submit()
+        else:
+            answer.take_over(older)
 
     def _account(self, request_id: bytes, status: int, answer: Answer | None, arrived_ns: int) -> None:
         """One line a request; never any text of it."""

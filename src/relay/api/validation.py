@@ -143,13 +143,14 @@ def sampling_params(
 
 
 def with_prompt(
-    params: SamplingParams, request: GenerationRequest, max_tokens: int, draw_seed: Callable[[], int]
+    params: SamplingParams, request: GenerationRequest, max_tokens: int, seed: Callable[[], int]
 ) -> SamplingParams:
     """The parameters for one prompt. Each unseeded prompt draws its own seed: equal prompts must not give clones."""
     if params.min_tokens > max_tokens:
         raise bad_value("min_tokens", f"it must be an integer from 0 to max_tokens ({max_tokens})")
-    seed = params.seed if request.seed is not None else draw_seed()
-    return msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed)
+    return msgspec.structs.replace(
+        params, max_tokens=max_tokens, seed=params.seed if request.seed is not None else seed()
+    )
 
 
 def fit(context: int, prompt: int, asked: int | None, default: int | None, param: str) -> int:

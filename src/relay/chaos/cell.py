@@ -2,26 +2,30 @@
 
 import asyncio
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from relay.chaos import leaks
-from relay.chaos.client import Outcome, ask
+from relay.chaos.client import Outcome, ask, order
 from relay.chaos.faults import Injector
 from relay.chaos.kinds import KINDS
 from relay.chaos.plan import draw_plan
 from relay.chaos.proxy import Life, Proxy
-from relay.chaos.requests import ChatOrCompletion
+from relay.chaos.requests import POISON_ID, ChatOrCompletion, poison_requests
 from relay.chaos.resume import Resumes
-from relay.chaos.server import Server, free_port
+from relay.chaos.server import MODEL_NAME, Server, free_port
 from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import Shape
+from relay.chaos.traces import play_again
 from relay.chaos.watch import Watch
 
 QUIET_S = 30.0
 EXIT_S = 5.0
 LENT_FAULTS = 2
+MAX_CRASHES = 3  # engines that one poison request may take with it
 SHM_SHARE = 1 / 3
 
 
@@ -48,15 +52,20 @@ class Cell:
         worker_port = free_port()
         self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
         self._worker_port = worker_port
-        self._injector = Injector(self._proxy, self._resumes, say)
+        self._injector = Injector(self._proxy, self._resumes, say, self._order)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
+        self._server: Server | None = None
+        self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
         self._started = self._running_now = 0
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
     async def run(self) -> CellResult:
         began_s = time.monotonic()
+        if self._trace:
+            shutil.rmtree(self._trace, ignore_errors=True)
+            self._trace.mkdir(parents=True)
         shared_before = leaks.shared_memory()
         host, port = await self._proxy.start()
         server = Server(
@@ -64,13 +73,15 @@ class Cell:
                 self._settings.model,
                 *self._shape.flags,
                 *self._settings.serve,
-                *(["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []),
+                *self._perturbations(),
+                *(["--record", str(self._trace)] if self._trace else []),
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
                 f"tcp://{host}:{port}",
             ]
         )
+        self._server = server
         try:
             await server.start()
             await self._all_ready()
@@ -81,10 +92,16 @@ class Cell:
             code = await server.stop()
             await self._check_gone(code, shared_before)
             await self._proxy.close()
+        if self._trace:
+            await asyncio.to_thread(play_again, self._trace, self._result)
         if self._result.problems or self._result.failed or self._result.different:
-            self._result.problems += [f"server: {line}" for line in list(server.log)[-40:]]
+            self._result.problems += [f"server: {line}" for line in list(server.log)[-400:]]
         self._result.seconds = round(time.monotonic() - began_s, 1)
         return self._result
+
+    async def _order(self, what: str, body: dict[str, Any]) -> int:
+        assert self._server is not None
+        return await order(self._server.host, self._server.port, what, body)
 
     async def _all_ready(self) -> None:
         while len(self._proxy.lives) < self._shape.size or not all(life.ready for life in self._proxy.lives.values()):
@@ -96,13 +113,15 @@ class Cell:
         injecting = asyncio.ensure_future(self._injector.run(plan, self._turn))
         gate = asyncio.Semaphore(self._settings.concurrency)
         asking = [asyncio.ensure_future(self._ask(server, index, gate)) for index in range(len(self._requests))]
+        poisoning = asyncio.ensure_future(self._poison(server))
         watching = asyncio.ensure_future(self._watch_progress())
         try:
             outcomes = await asyncio.gather(*asking)
             await injecting
+            await poisoning
         finally:
             watching.cancel()
-            for task in [injecting, *asking]:
+            for task in [injecting, poisoning, *asking]:
                 task.cancel()
         self._compare(outcomes)
         result, injector = self._result, self._injector
@@ -117,6 +136,26 @@ class Cell:
         result.disagreements = await server.metric("relay_token_disagreements_total")
         if result.disagreements:
             result.problems.append(f"{result.disagreements} tokens that two workers reported differently")
+
+    def _perturbations(self) -> list[str]:
+        flags = ["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []
+        return flags + (["--perturb", f"all=crash:{POISON_ID}"] if self._settings.poison else [])
+
+    async def _poison(self, server: Server) -> None:
+        """The poison requests, one after the other, each at its share of the others. Each ends alone, after three engines."""
+        result, count = self._result, self._settings.poison
+        result.poison = count
+        for index, request in enumerate(poison_requests(self._seed, count, MODEL_NAME)):
+            while self._started < (index + 0.5) * len(self._requests) / count:
+                await self._next_move()
+            outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s)
+            if outcome.status == 500 and '"quarantined"' in " ".join(outcome.problems):
+                result.quarantined += 1
+            else:
+                result.problems.append(f"{request.name}: status {outcome.status}, {outcome.problems or 'an answer'}")
+        result.crashes = sum(life.crashed for life in self._proxy.all_lives())
+        if result.crashes > MAX_CRASHES * count:
+            result.problems.append(f"{count} poison requests crashed {result.crashes} engines")
 
     async def _turn(self, index: int) -> None:
         """Fault ``index`` comes when its share of the requests has begun."""

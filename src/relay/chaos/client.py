@@ -205,3 +205,16 @@ async def get_json(host: str, port: int, path: str, timeout_s: float = 5.0) -> d
             return value
         finally:
             writer.close()
+
+
+async def order(host: str, port: int, what: str, body: dict[str, Any], timeout_s: float = 10.0) -> int:
+    """POST an operator's order to /admin/``what``; the answer's status. Raises OSError, ValueError, EOFError or TimeoutError."""
+    data = json.dumps(body).encode()
+    head = f"POST /admin/{what} HTTP/1.1\r\nhost: {host}:{port}\r\nx-relay-admin: 1\r\nconnection: close\r\n"
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
+        try:
+            writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
+            return (await _read_head(reader))[0]
+        finally:
+            writer.close()

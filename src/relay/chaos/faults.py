@@ -20,11 +20,14 @@ BUSY_PATIENCE_S = 2.0
 KV_PATIENCE_S = 8.0
 VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
+ORDER_TAKEN = 202
+LONGEST_DRAIN_S = 0.4
 INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
 _SIGNALS = {
     "kill": signal.SIGKILL,
     "terminate": signal.SIGTERM,
+    "drain_kill": signal.SIGTERM,
     "segfault": signal.SIGSEGV,
     "stop": signal.SIGSTOP,
     "slow": signal.SIGSTOP,
@@ -34,7 +37,11 @@ _SIGNALS = {
 class Injector:
     """``run`` works a plan off; ``done`` counts what was really done."""
 
-    def __init__(self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None], order: Callable[[str, Any], Awaitable[int]]
+    ) -> None:
+        """``order``: give the server an operator's order; returns the status of its answer."""
+        self._order = order
         self._proxy = proxy
         self._resumes = resumes
         self._say = say
@@ -74,6 +81,10 @@ class Injector:
                 replace(fault, kind=INSTEAD),
                 KINDS[INSTEAD],
             )  # no request is left that would use a KV connection
+        elif kind.deed in ("leave", "roll"):
+            if await self._leave(fault, kind):
+                return
+            fault, kind = replace(fault, kind=INSTEAD), KINDS[INSTEAD]  # it has such an order already
         elif fault.moment and await self._at_moment(fault, kind):
             return
         life = await self._victim(fault)
@@ -84,6 +95,19 @@ class Injector:
         pending = self._strike_now(fault, kind, life)
         if pending is not None:
             await pending
+
+    async def _leave(self, fault: Fault, kind: Kind) -> bool:
+        """Order a worker, or one after another, to be restarted; False when the server can't now."""
+        life = await self._victim(fault)
+        if life is None:
+            return False
+        body = {"rolling": True} if kind.deed == "roll" else {"workers": [life.worker]}
+        if await self._order("restart", body) != ORDER_TAKEN:
+            return False
+        self._record(fault.kind, life)
+        life.draining = True
+        self.by_kind[fault.kind] += 1
+        return True
 
     async def _until(self, happened: "asyncio.Future[Any]", patience_s: float) -> bool:
         """Wait while requests run; False when ``patience_s`` is over, or no request is left."""
@@ -155,11 +179,13 @@ class Injector:
         number = _SIGNALS[kind.deed]
         processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
         life.hurt = True
-        life.draining = life.draining or kind.deed == "terminate"
+        life.draining = life.draining or number is signal.SIGTERM
         for process in processes:
             self.signals[number.name] += life.signal(process, number)
         if kind.deed == "stop":
             self._later(self._continue(life, processes, fault.hold_s))
+        elif kind.deed == "drain_kill":
+            self._later(self._kill_draining(fault, life, processes))
         elif kind.deed == "slow":
             self._later(self._slow(life, fault.hold_s))
 
@@ -225,6 +251,14 @@ class Injector:
             self.moments[(kind, "idle")] += 1
         life.struck = (kind, now_s)
         self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
+
+    async def _kill_draining(self, fault: Fault, life: Life, processes: list[str]) -> None:
+        """It was told to end, and is not left the time for it."""
+        await asyncio.sleep(min(fault.hold_s, LONGEST_DRAIN_S))
+        if life.running():
+            self._record(fault.kind, life)
+        for process in processes:
+            self.signals["SIGKILL"] += life.signal(process, signal.SIGKILL)
 
     async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
         await asyncio.sleep(hold_s)

@@ -5,13 +5,27 @@ from typing import Literal
 
 Target = Literal["engine", "agent", "both", "role", "control", "kv"]
 Deed = Literal[
-    "kill", "terminate", "segfault", "stop", "slow", "cut", "delay", "truncate", "corrupt", "half_close", "one_way"
+    "kill",
+    "terminate",
+    "drain_kill",
+    "leave",
+    "roll",
+    "segfault",
+    "stop",
+    "slow",
+    "cut",
+    "delay",
+    "truncate",
+    "corrupt",
+    "half_close",
+    "one_way",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``target``: processes of one worker, every engine of one role, a control connection, or a KV connection between workers."""
+    """``leave`` and ``roll`` are an operator's orders. ``target``: processes of one worker, every engine of one role, a control
+    connection, or a KV connection between workers."""
 
     deed: Deed
     target: Target
@@ -34,6 +48,9 @@ KINDS: dict[str, Kind] = {
     "kill_role": Kind("kill", "role", 2),
     "terminate_engine": Kind("terminate", "engine", 1),
     "terminate_agent": Kind("terminate", "agent", 1),
+    "restart_worker": Kind("leave", "engine", 1),
+    "restart_rolling": Kind("roll", "engine", 1),
+    "drain_kill_both": Kind("drain_kill", "both", 1),
     "segfault_engine": Kind("segfault", "engine", 2),
     "stop_engine": Kind("stop", "engine", 4),
     "stop_both": Kind("stop", "both", 3),

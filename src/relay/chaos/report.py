@@ -13,7 +13,8 @@ from relay.chaos.oracle import Calm
 from relay.chaos.settings import CellResult
 from relay.record.commit import commit
 
-SHOWN_PROBLEMS = 60
+SHOWN_PROBLEMS = 200
+REPLAYED = ("recordings", "replayed", "replayed_events")
 
 
 def percentile(values: list[float], share: float) -> float | None:
@@ -49,6 +50,8 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         "failed": sum(cell.failed for cell in cells),
         "leaked": sum(cell.leaked for cell in cells),
         "disagreements": sum(cell.disagreements for cell in cells),
+        "poison": {name: sum(getattr(cell, name) for cell in cells) for name in ("poison", "quarantined", "crashes")},
+        "replayed": {name: sum(getattr(cell, name) for cell in cells) for name in REPLAYED},
         "faults": dict(sorted(faults.items())),
         "signals": dict(sorted(signals.items())),
         "moments": {kind: dict(sorted(row.items())) for kind, row in sorted(moments.items())},

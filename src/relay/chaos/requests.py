@@ -114,3 +114,18 @@ def _prompt(dice: random.Random, prefixes: list[str], longest_words: int) -> str
 def _words(dice: random.Random, count: int) -> str:
     words = WORDS.split()
     return " ".join(dice.choice(words) for _ in range(count)).capitalize() + "."
+
+
+POISON_ID = 319  # any token: it takes four of them in a row to kill an engine that was told to die of it
+POISON_RUN = 40  # however a prompt is cut into steps, four come together
+
+
+def poison_requests(seed: int, count: int, model: str) -> list[ChatOrCompletion]:
+    """Requests that crash every engine made to crash by ``POISON_ID``."""
+    dice = random.Random(f"poison {seed}")
+    requests = []
+    for index in range(count):
+        prompt = [dice.randrange(100, 300) for _ in range(dice.choice((4, 40, 120)))] + [POISON_ID] * POISON_RUN
+        body = {"model": model, "prompt": prompt, "seed": (seed << 8) + index, "max_tokens": 8, "stream": False}
+        requests.append(ChatOrCompletion(f"poison {index}", "/v1/completions", body))
+    return requests

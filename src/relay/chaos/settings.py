@@ -23,8 +23,9 @@ class ChaosSettings:
     longest_words: int = LONGEST_WORDS
     longest_answer: int = LONGEST_ANSWER
     request_timeout_s: float = 180.0
+    poison: int = 0  # requests that crash every engine they visit, beside the others
     inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
-    trace: Path | None = None
+    trace: Path | None = None  # folder for recordings of every gateway and worker, which are played again
     keep: Path | None = None  # folder of cells' results: those that are there already are not run again
 
     def __post_init__(self) -> None:
@@ -36,6 +37,8 @@ class ChaosSettings:
             raise UsageError(f"--concurrency must be 1 to 512, not {self.concurrency}")
         if not 1 <= self.longest_words <= 5000:
             raise UsageError(f"--longest-prompt must be 1 to 5000 words, not {self.longest_words}")
+        if not 0 <= self.poison <= 100:
+            raise UsageError(f"--poison must be 0 to 100 requests, not {self.poison}")
         if not 1 <= self.longest_answer <= 5000:
             raise UsageError(f"--longest-answer must be 1 to 5000 tokens, not {self.longest_answer}")
         if len(set(self.shapes)) != len(self.shapes) or len(set(self.seeds)) != len(self.seeds):
@@ -60,9 +63,16 @@ class CellResult:
     detect_ms: dict[str, list[float]] = field(default_factory=dict)
     resumed_tokens: list[int] = field(default_factory=list)  # prompt and committed tokens each resume began with
     disagreements: int = 0
+    poison: int = 0
+    quarantined: int = 0  # poison requests that ended with the error they should end with
+    recordings: int = 0
+    replayed: int = 0  # recordings whose decisions came out the same again
+    replayed_events: int = 0
+    crashes: int = 0  # engines that ended although nothing was done to them
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        return self.identical == self.requests and not self.leaked and not self.problems
+        whole = self.identical == self.requests and self.quarantined == self.poison
+        return whole and not self.leaked and not self.problems

@@ -30,6 +30,13 @@ def bench() -> None:
 @click.option(
     "--chart", type=click.Path(path_type=Path, file_okay=False), help="Write the charts as SVG to this folder."
 )
+@click.option(
+    "--probes",
+    type=click.IntRange(0),
+    default=60,
+    show_default=True,
+    help="Requests beside a full D; 0: leave that out.",
+)
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
     "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."
@@ -43,6 +50,7 @@ def kv(
     runs: int,
     threads: int,
     chart: Path | None,
+    probes: int,
     offline: bool,
     cache_dir: Path | None,
 ) -> None:
@@ -66,6 +74,10 @@ def kv(
         raise UsageError(f"--tokens: {too_long[0]} is more than the {loaded.max_model_len} positions of {loaded.name}")
     document, timelines = run_kv(loaded, settings, lambda text: click.echo(f"\r\x1b[K{text}", err=True, nl=False))
     click.echo(err=True)
+    if probes:
+        from relay.bench.backpressure import measure_backpressure
+
+        document["backpressure"] = measure_backpressure(loaded, threads, probes)
     if chart is not None:
         from relay.bench.charts import write_charts
 
@@ -105,4 +117,10 @@ def _print(document: dict[str, Any]) -> None:
     for row in document["ceilings"]:
         click.echo(
             f"ceiling {row['ceiling']:13} {'with' if row['checksum'] else 'without':7} CRC32C {row['gb_s']:6.2f} GB/s"
+        )
+    if "backpressure" in document:
+        row = document["backpressure"]
+        click.echo(
+            f"D full: {row['failed_requests']} failed, {row['parked']} parked, TTFT p99 of others {row['ttft_p99_full_s']:.3f} s,"
+            f" with D free {row['ttft_p99_free_s']:.3f} s: × {row['ttft_p99_ratio']:.2f}"
         )

@@ -34,7 +34,13 @@ from relay.errors import UsageError
 @click.option("--max-num-batched-tokens", type=int, default=256, show_default=True, help="Tokens of one engine step.")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache.")
+@click.option("--poison", type=int, default=0, help="Add requests that crash every engine they visit.")
 @click.option("--inject", type=click.Choice(["kv-bit", "rounding"]), help="Make one worker wrong: must turn red.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for recordings of every gateway and worker; they are replayed and must decide the same. Holds prompts.",
+)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
@@ -60,7 +66,9 @@ def chaos(
     max_num_batched_tokens: int,
     offline: bool,
     cache_dir: Path | None,
+    poison: int,
     inject: str | None,
+    trace: Path | None,
     keep: Path | None,
     output: Path | None,
     as_json: bool,
@@ -84,7 +92,9 @@ def chaos(
         concurrency=concurrency,
         longest_words=longest_prompt,
         longest_answer=longest_answer,
+        poison=poison,
         inject=inject or "",
+        trace=trace,
         keep=keep,
     )
     for shape in settings.shapes:
@@ -121,6 +131,14 @@ def _print(document: dict[str, Any]) -> None:
     )
     for problem in document["problems"]:
         click.echo(problem)
+    poison = document["poison"]
+    if poison["poison"]:
+        click.echo(
+            f"{poison['poison']} poison requests: {poison['quarantined']} quarantined, {poison['crashes']} engines crashed"
+        )
+    replayed = document["replayed"]
+    if replayed["recordings"]:
+        click.echo(f"{replayed['replayed']} of {replayed['recordings']} recordings replayed to the same decisions")
     counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
     click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 

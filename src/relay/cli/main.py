@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": ("relay.cli.serve", "serve", "Serve a model over HTTP."),
     "drain": ("relay.cli.leave", "drain", "Take workers out without dropping a request."),
     "restart": ("relay.cli.leave", "restart", "Restart workers without dropping a request."),
+    "proxy": ("relay.cli.proxy", "proxy", "Keep streams whole for clients that do not resume."),
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
     "model": ("relay.cli.model", "model", "Models on this machine."),
     "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),

@@ -69,6 +69,16 @@ from relay.config import (
 @click.option(
     "--grace", type=float, default=30.0, show_default=True, help="Seconds running requests get after SIGTERM."
 )
+@click.option(
+    "--gateways", type=int, default=1, show_default=True, help="Gateway processes on the one port, under a supervisor."
+)
+@click.option(
+    "--orphan-hold",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="With --gateways: seconds workers keep what a lost gateway ordered.",
+)
 @click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
 @click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
 @click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
@@ -103,6 +113,8 @@ def serve(
     offline: bool,
     cache_dir: Path | None,
     grace: float,
+    gateways: int,
+    orphan_hold: float,
     record: Path | None,
     worker_port: int,
     worker_address: str | None,
@@ -122,6 +134,8 @@ def serve(
         cache_dir=cache_dir,
         log_level=log_level,
         grace_s=grace,
+        gateways=gateways,
+        orphan_hold_s=orphan_hold,
         worker_port=worker_port,
         worker_address=worker_address,
         perturb=perturb,
@@ -141,6 +155,10 @@ def serve(
             record=record,
         ),
     )
+    if config.gateways > 1:
+        from relay.cli.supervisor import run_supervisor
+
+        return run_supervisor(config)
     from relay.cli.server import run_server
 
     return run_server(config)

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from relay.cli.banner import say_banner
 from relay.cli.console import Console
 from relay.cli.listener import open_listener
 from relay.config import ServeConfig
@@ -37,18 +36,21 @@ CONSOLE_WAIT_S = 1.0
 
 def run_server(config: ServeConfig) -> int:
     """Serve until a signal; returns the exit code. Raises RelayError for a start that failed; nothing is left running then."""
-    level = config.log_level.upper()
     console = Console(sys.stderr.fileno())
-    logging.basicConfig(
-        level=level, handlers=[console], format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    for noisy in ("uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    log_to(console, config.log_level)
     try:
         with contextlib.closing(open_listener(config.host, config.port)) as listener:
             return uvloop.run(Server(config, listener, console).run())
     finally:
         console.finish(CONSOLE_WAIT_S)
+
+
+def log_to(console: Console, log_level: str) -> None:
+    """Send this process's log to ``console``."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=log_level.upper(), handlers=[console], format=form, force=True)
+    for noisy in ("uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 class Phases:
@@ -106,17 +108,8 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         with self._phases.measure("model"):
-            model = await asyncio.to_thread(_open_model, config)
-        name = config.served_model_name or model.name
-        info = ModelInfo(
-            name=name,
-            model_digest=model.digest,
-            numerics_id="",  # the first worker names it
-            vocab_size=model.config.vocab,
-            max_model_len=self._context(model),
-            created=int(time.time()),
-            eos_token_ids=model.config.eos_token_ids,
-        )
+            model = await asyncio.to_thread(open_served_model, config)
+        info = model_info(config, model, context_of(config, model))
         log = WorkerLog(self._console, hold=config.log_level != "debug")
         workers = LocalWorkers(
             config.worker,
@@ -136,14 +129,14 @@ class Server:
             started = time.monotonic()
             shell.start()
             with self._phases.measure("api"):
-                app = await asyncio.to_thread(_create_app, config, shell, model)
+                app = await asyncio.to_thread(create_served_app, config, shell, model)
             http = HttpServer(app, self._listener)
             http.start()
             if await self._complete(shell, workers, http):
                 self._phases.seconds["workers"] = time.monotonic() - started
-                self._fit_context(shell)
+                fit_context(config, shell)
                 log.release()
-                self._banner(model, shell)
+                say_banner(config, self._listener, model, shell.model.max_model_len, self._phases.line())
                 await self._serve(shell, http)
         finally:
             shell.stop()
@@ -164,13 +157,6 @@ class Server:
             raise PortInUseError(f"--worker-port {port} is already in use") from error
         return self._config.worker_address or address
 
-    def _context(self, model: "LoadedModel") -> int:
-        """The longest sequence asked for, or the model's. Raises UsageError for more than the model can."""
-        asked, limit = self._config.worker.max_model_len, model.max_model_len
-        if asked is not None and asked > limit:
-            raise UsageError(f"--max-model-len {asked} is over the {limit} positions of {model.name}")
-        return asked or limit
-
     async def _complete(self, shell: GatewayShell, workers: LocalWorkers, http: "HttpServer") -> bool:
         """Until the cluster is ready. False: a signal came first. Raises StartupError or the worker's own kind of error."""
         waits: set[asyncio.Future[Any]] = {
@@ -185,19 +171,6 @@ class Server:
         if gave_up is not None:
             raise workers.explain(gave_up.worker, gave_up.status, gave_up.reason)
         return not self._drain.is_set()
-
-    def _fit_context(self, shell: GatewayShell) -> None:
-        """No context longer than every worker's whole KV cache. Raises DoesNotFitError if a longer one was asked for."""
-        asked, holds = shell.model.max_model_len, shell.kv_tokens()
-        if asked <= holds:
-            return
-        if self._config.worker.max_model_len is not None:
-            worker = self._config.worker
-            size = f"of {worker.kv_cache_memory_bytes} bytes (--kv-cache-memory)"
-            if not worker.kv_cache_memory_bytes:
-                size = f"in {worker.gpu_memory_utilization:g} of the GPU's memory (--gpu-memory-utilization)"
-            raise DoesNotFitError(f"--max-model-len {asked} does not fit: a KV cache {size} holds {holds} tokens")
-        shell.limit_context(holds)
 
     async def _serve(self, shell: GatewayShell, http: "HttpServer") -> None:
         """Until a signal or the end of the HTTP server; then let running requests finish within the grace period."""
@@ -222,34 +195,6 @@ class Server:
         else:
             self._drain.set()
             self._hurry.set()
-
-    def _banner(self, model: "LoadedModel", shell: GatewayShell) -> None:
-        config = self._config
-        host, port = self._listener.getsockname()[:2]
-        shown = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{port}"
-        name = config.served_model_name or model.name
-        workers = ", ".join(worker for worker, _ in config.slots)
-        lines = [f"Relay serves {name} at {url}"]
-        context = shell.model.max_model_len
-        limited = f", limited by the KV cache from {model.max_model_len}" if context < self._context(model) else ""
-        lines.append(f"workers  {workers} ({config.worker.backend}), context {context} tokens{limited}")
-        lines.append(f"ready    {self._phases.line()}")
-        lines.append(f"try      {first_request(url, name)}")
-        # Whoever started us may have stopped reading: that is no reason to stop serving.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in lines).encode())
-
-
-def first_request(url: str, name: str) -> str:
-    """A command to try. With a bound: a small model that does not find its end would fill its whole context, for minutes."""
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 200,
-        "stream": True,
-    }
-    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
 class HttpServer:
@@ -289,7 +234,7 @@ class HttpServer:
                 logging.getLogger("relay.http").error("HTTP server: %s", self._task.exception())
 
 
-def _open_model(config: ServeConfig) -> "LoadedModel":
+def open_served_model(config: ServeConfig) -> "LoadedModel":
     from relay.models.progress import console_progress
     from relay.models.store import default_cache_dir, open_model
 
@@ -297,7 +242,42 @@ def _open_model(config: ServeConfig) -> "LoadedModel":
     return open_model(config.model, cache_dir=cache_dir, offline=config.offline, progress=console_progress())
 
 
-def _create_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
+def create_served_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:
     from relay.api.app import create_app
 
     return create_app(shell, model.tokenizer, model.chat_template, seed=config.seed)
+
+
+def model_info(config: ServeConfig, model: "LoadedModel", context: int) -> ModelInfo:
+    """The model as the API names it; its numerics are named by the first worker."""
+    return ModelInfo(
+        name=config.served_model_name or model.name,
+        model_digest=model.digest,
+        numerics_id="",
+        vocab_size=model.config.vocab,
+        max_model_len=context,
+        created=int(time.time()),
+        eos_token_ids=model.config.eos_token_ids,
+    )
+
+
+def context_of(config: ServeConfig, model: "LoadedModel") -> int:
+    """The longest sequence asked for, or the model's. Raises UsageError for more than the model can."""
+    asked, limit = config.worker.max_model_len, model.max_model_len
+    if asked is not None and asked > limit:
+        raise UsageError(f"--max-model-len {asked} is over the {limit} positions of {model.name}")
+    return asked or limit
+
+
+def fit_context(config: ServeConfig, shell: GatewayShell) -> None:
+    """No context longer than every worker's whole KV cache. Raises DoesNotFitError if a longer one was asked for."""
+    asked, holds = shell.model.max_model_len, shell.kv_tokens()
+    if asked <= holds:
+        return
+    worker = config.worker
+    if worker.max_model_len is not None:
+        size = f"of {worker.kv_cache_memory_bytes} bytes (--kv-cache-memory)"
+        if not worker.kv_cache_memory_bytes:
+            size = f"in {worker.gpu_memory_utilization:g} of the GPU's memory (--gpu-memory-utilization)"
+        raise DoesNotFitError(f"--max-model-len {asked} does not fit: a KV cache {size} holds {holds} tokens")
+    shell.limit_context(holds)

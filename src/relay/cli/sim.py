@@ -229,6 +229,7 @@ def _print(total: Sweep, fill: bool) -> None:
         missing = coverage.missing(total.counts)
         click.echo(
             f"fault × moment: {len(coverage.possible_cells())} cells, {total.directed} directed runs, "
+            f"{total.extra} more seeds, "
             f"never met: {', '.join(zero) or 'none'}"
         )
         click.echo(f"never seen: {', '.join(missing) or 'nothing of what must be'}")

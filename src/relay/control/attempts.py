@@ -28,6 +28,7 @@ class Attempt:
         "hedge",
         "hedged",
         "number",
+        "parks",
         "prefill",
         "solo_until",
         "start",
@@ -57,6 +58,7 @@ class Attempt:
         self.state = AttemptState.RUNNING if prefill is None else AttemptState.RESERVING
         self.started_ns = self.changed_ns = now_ns
         self.hedge = False  # opened beside another one that was only doubted
+        self.parks = False  # ends with its first token, whose KV stays on P
         self.hedged = False  # it had its hedge: a second one would not help
 
     def move(self, trigger: AttemptTrigger, now_ns: int) -> None:
@@ -98,6 +100,7 @@ class Attempt:
             params=submission.params,
             cache_salt=submission.cache_salt,
             capture=submission.capture,
+            resume_key=submission.resume_key,
             solo_until=self.solo_until,
         )
 

@@ -10,12 +10,14 @@ from relay.control.placement import Dispatcher
 from relay.control.requests import Request
 from relay.control.state import ClusterState
 from relay.control.transitions import ChoiceState
-from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited
+from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited, Heartbeat
 
 if TYPE_CHECKING:
     from relay.control.workers import Worker
 
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
+STEPS_IN_FLIGHT = 2  # of an engine, at most
+IDLE_PHASES = ("starting", "loading", "ready")  # no step is in flight
 NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 
 
@@ -58,8 +60,8 @@ class Blame:
         named = False
         for row in rows:
             choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
-            if choice is None or choice.state is ChoiceState.ENDED or choice.num_tokens > row.end:
-                continue  # another attempt has come past that place meanwhile: it was not this
+            if choice is None or choice.state is ChoiceState.ENDED or (choice.start and choice.num_tokens > row.end):
+                continue  # an attempt has come past that place, with a token to show for it: it was not this
             named = choice.troubled = True
             suspicion.ends[row.choice] = max(suspicion.ends.get(row.choice, 0), row.end)
             self._state.story.tell(now_ns, request.id, row.choice, f"blamed: {worker.id} {how}")
@@ -73,6 +75,17 @@ class Blame:
             self._dispatcher.fail(request, RequestFailure(500, "quarantined", text), now_ns)
 
     # --- what nobody has explained yet ------------------------------------------------------------------------------
+
+    def heard(self, worker: Worker, beat: Heartbeat) -> None:
+        """The engine of ``worker`` lives: what that says about steps that may hang."""
+        if beat.manifest or worker.long_step:
+            self.long_step(worker, beat.manifest)
+        for request, step in list(worker.watched.items()):
+            if step is None:
+                worker.watched[request] = beat.step
+            if beat.phase in IDLE_PHASES or (step is not None and beat.step >= step + STEPS_IN_FLIGHT):
+                worker.unwatch(request)
+                self._state.changed = True
 
     def long_step(self, worker: Worker, rows: Iterable[ComputedRow]) -> None:
         """The step of ``worker`` with ``rows`` takes long: it may hang, which counts as a loss until it ends.
@@ -88,7 +101,7 @@ class Blame:
             request.suspicion.unexplained += 1
 
     def await_report(self, worker: Worker) -> None:
-        """``worker`` was lost and its agent may still say why: until then that counts against all it had."""
+        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had."""
         worker.unexplained = list({attempt.choice.request: None for attempt in worker.live})
         for request in worker.unexplained:
             request.suspicion.unexplained += 1

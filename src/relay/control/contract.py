@@ -35,6 +35,9 @@ class Submission:
     cache_salt: str = ""
     capture: bool = False
     deadline_ns: int | None = None
+    resume_key: bytes = b""  # equal wherever and whenever the client sends this prompt again; empty: it cannot
+    returns: bool = False  # the client was answered before, by a gateway that may be gone
+    numerics_id: str = ""  # what the client has of it was computed with these numerics; empty: it has nothing
 
 
 @dataclass(slots=True)

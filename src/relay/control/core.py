@@ -3,7 +3,7 @@
 No clock, socket, randomness or environment: the same object runs under asyncio (``shell.py``), under tests and under a simulator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from relay.config import SECOND, ControlConfig
@@ -25,9 +25,11 @@ from relay.control.events import (
     TimerFired,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.hedging import Hedger
 from relay.control.membership import Membership
+from relay.control.parking import Parking
 from relay.control.placement import Dispatcher
 from relay.control.requests import Choice, Request
 from relay.control.router import Router
@@ -36,12 +38,14 @@ from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import (
+    HANDED_BACK,
     Accept,
     CacheChanged,
     Drained,
     EngineExited,
     Heartbeat,
     Load,
+    Orphans,
     Role,
     SequenceFailed,
     Tokens,
@@ -63,8 +67,9 @@ class GatewayCore:
     def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
         state = ClusterState(config, model, slots)
         self.state = state
-        router = Router(state)
-        self._dispatcher = Dispatcher(state, router)
+        parking = Parking(state)
+        router = Router(state, parking)
+        self._dispatcher = Dispatcher(state, router, parking)
         self._membership = Membership(state, self._dispatcher)
         self._tokens = TokenPath(state, self._dispatcher)
         self._detector = Detector(state, self._membership, self._dispatcher)
@@ -77,6 +82,7 @@ class GatewayCore:
             ChoiceFinished: self._choice_finished,
             WorkerConnected: self._membership.connected,
             ConnectionLost: self._membership.connection_lost,
+            WorkerStarted: self._membership.started,
             LauncherExited: self._membership.launcher_exited,
             TimerFired: self._timer,
             Started: self._started,
@@ -88,9 +94,10 @@ class GatewayCore:
             Tokens: self._tokens.tokens,
             Accept: self._dispatcher.accepted,
             EngineRefuse: self._refused,
-            SequenceFailed: self._tokens.failed,
+            SequenceFailed: self._sequence_failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
+            Orphans: self._orphans,
             Drained: self._drained,
             Heartbeat: self._membership.heartbeat,
         }
@@ -138,6 +145,11 @@ class GatewayCore:
         state.requests[request.id] = request
         state.counters["requests"] += 1
         state.counters["prompt_tokens"] += len(event.submission.token_ids) * event.submission.n
+        if state.config.shared_workers and event.submission.returns:
+            wait_ns = int(state.config.adopt_wait_s * SECOND)
+            for choice in request.choices:
+                choice.not_before_ns = now_ns + wait_ns
+            self._orphans_known(request.choices)
         self._dispatcher.submit(request)
 
     def _cancelled(self, event: RequestCancelled, now_ns: int) -> None:
@@ -177,6 +189,11 @@ class GatewayCore:
         if message.reason == "draining":
             self._membership.leaving.said(worker, now_ns)
 
+    def _sequence_failed(self, worker: Worker, message: SequenceFailed, now_ns: int) -> None:
+        if message.reason == HANDED_BACK:  # perhaps before a heartbeat tells of the drain
+            self._membership.leaving.said(worker, now_ns)
+        self._tokens.failed(worker, message, now_ns)
+
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
         if worker.full or worker.queue_full:
@@ -187,6 +204,20 @@ class GatewayCore:
         worker.cache_changed(message)
         self.state.changed = True
 
+    def _orphans(self, worker: Worker, message: Orphans, now_ns: int) -> None:
+        worker.orphans = dict.fromkeys(message.keys)
+        self.state.changed = True
+        if worker.orphans:
+            self._orphans_known(self.state.queue)
+
+    def _orphans_known(self, choices: Iterable[Choice]) -> None:
+        """Those of ``choices`` that some worker computes already need not wait for that news."""
+        held = [worker.orphans for worker in self.state.workers.values()]
+        for choice in choices:
+            key = (choice.request.submission.resume_key, choice.index)
+            if any(key in orphans for orphans in held):
+                choice.not_before_ns = 0
+
     def _drained(self, worker: Worker, message: Drained, now_ns: int) -> None:
         self._membership.leaving.said(worker, now_ns)
 
@@ -195,7 +226,8 @@ class GatewayCore:
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            self._membership.launch(worker, now_ns)
+            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+                self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
     def _timer(self, event: TimerFired, now_ns: int) -> None:
@@ -219,7 +251,8 @@ class GatewayCore:
         """Requests past their own deadline, and those that waited too long for any worker at all."""
         state = self.state
         admission_config = state.config.admission
-        if any(worker.state is WorkerState.READY for worker in state.workers.values()):
+        # One that drains serves what it has, and is bounded by its own time-out.
+        if any(worker.state in LIVE for worker in state.workers.values()):
             state.no_worker_since_ns = None
         elif state.no_worker_since_ns is None:
             state.no_worker_since_ns = now_ns

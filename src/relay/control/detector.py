@@ -51,14 +51,16 @@ class Detector:
         detector = self._state.config.detector
         beating = [worker for worker in self._state.workers.values() if worker.state in LIVE]
         dead_ns = int(detector.dead_after_s * SECOND)
-        dead = [worker for worker in beating if now_ns - worker.heard_ns >= dead_ns]
-        # Half of several peers silent at once: more likely our network or machine than all of them. Wait once more.
-        doubtful = len(beating) > 1 and 2 * len(dead) >= len(beating)
+        suspect_ns = int(detector.suspect_after_s * SECOND)
+        quiet = [worker for worker in beating if now_ns - worker.heard_ns >= suspect_ns]
+        # Half of several peers silent at once: more likely our network or machine than all of them. Wait once more. Those count
+        # that are merely suspect: the first of them to be overdue must not pay for having been heard a moment earlier.
+        doubtful = len(quiet) > 1 and 2 * len(quiet) >= len(beating)
         for worker in beating:
             silent_ns = now_ns - worker.heard_ns
-            worker.suspect = silent_ns >= int(detector.suspect_after_s * SECOND)
+            worker.suspect = silent_ns >= suspect_ns
             worker.slow = self._is_slow(worker)
-            if silent_ns >= (2 * dead_ns if doubtful and len(dead) > 1 else dead_ns):
+            if silent_ns >= (2 * dead_ns if doubtful else dead_ns):
                 self._membership.lose(worker, f"silent for {silent_ns / SECOND:.1f} s", now_ns, fence=True)
         for worker in self._state.workers.values():
             if worker.state is WorkerState.STARTING and now_ns - worker.changed_ns >= int(

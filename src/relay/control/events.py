@@ -42,6 +42,13 @@ class WorkerMessage:
 
 
 @dataclass(slots=True)
+class WorkerStarted:
+    """The launcher has started this incarnation, for whichever gateway. What this core launched itself is no news to it."""
+
+    worker: WorkerKey
+
+
+@dataclass(slots=True)
 class LauncherExited:
     """The launcher saw the end of what it started for this incarnation; ``reason`` if it could not even start it.
 
@@ -57,7 +64,7 @@ class LauncherExited:
 
 @dataclass(slots=True)
 class RequestSubmitted:
-    """A validated request; ``request`` is unique within the gateway's life."""
+    """A validated request; ``request`` is unique over all gateways and their lives."""
 
     request: int
     submission: Submission
@@ -107,6 +114,7 @@ Event = (
     | WorkerConnected
     | ConnectionLost
     | WorkerMessage
+    | WorkerStarted
     | LauncherExited
     | RequestSubmitted
     | RequestCancelled

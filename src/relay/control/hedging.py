@@ -5,6 +5,7 @@ from relay.control.placement import Dispatcher
 from relay.control.requests import MAX_ATTEMPTS
 from relay.control.router import Router
 from relay.control.state import LIVE, ClusterState
+from relay.control.workers import Worker
 
 
 class Hedger:
@@ -25,7 +26,7 @@ class Hedger:
             return
         for worker in doubted:
             for attempt in list(worker.live):
-                if self._deserves_one(attempt):
+                if self._deserves_one(attempt, worker):
                     self._hedge(attempt, now_ns)
 
     def _earn(self, now_ns: int) -> None:
@@ -38,10 +39,24 @@ class Hedger:
         self._earned = done
 
     @staticmethod
-    def _deserves_one(attempt: Attempt) -> bool:
-        """Once an attempt, and never what may be crashing engines: that would only show it another one."""
-        choice = attempt.choice
-        return not attempt.hedged and len(choice.attempts) < MAX_ATTEMPTS and not choice.request.suspicion.total
+    def _deserves_one(attempt: Attempt, worker: Worker) -> bool:
+        """Once an attempt, and never what may cost an engine after the other (decision 0012).
+
+        The long step of ``worker`` itself does not speak against what is in it: that may go to one more engine, and if it hangs
+        there too, the two do. So several choices of one request do not go to several engines for a long step, and not at all
+        while none has a token.
+        """
+        if attempt.hedged or len(attempt.choice.attempts) >= MAX_ATTEMPTS:
+            return False
+        request = attempt.choice.request
+        if request.suspicion.total - (request in worker.long_step) > 0:
+            return False
+        choices = request.choices
+        if len(choices) == 1:
+            return True
+        if not any(choice.committed for choice in choices):
+            return False
+        return not worker.slow or not any(each.hedge for choice in choices for each in choice.attempts)
 
     def _hedge(self, attempt: Attempt, now_ns: int) -> None:
         budget = self._state.hedge_budget

@@ -11,7 +11,11 @@ from relay.control.transitions import AttemptState, ChoiceState, WorkerState
 def violations(state: ClusterState) -> list[str]:
     """Every broken invariant, one line each; empty when all is well."""
     found: list[str] = []
-    lost = [request for worker in state.workers.values() for request in (*worker.unexplained, *worker.long_step)]
+    lost = [
+        request
+        for worker in state.workers.values()
+        for request in (*worker.unexplained, *worker.long_step, *worker.watched)
+    ]
     unexplained: dict[Request, int] = Counter(lost) if lost else {}
     for request in state.requests.values():
         num_open = 0

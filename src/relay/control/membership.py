@@ -15,7 +15,7 @@ from relay.control.commands import (
     StopWorker,
     WorkerGaveUp,
 )
-from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
+from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected, WorkerStarted
 from relay.control.leaving import Leaving
 from relay.control.placement import Dispatcher
 from relay.control.state import LIVE, ClusterState
@@ -29,6 +29,7 @@ from relay.protocol.messages import (
     Hello,
 )
 
+SIGNALLED = 128
 KILL_SIGNALS = frozenset({9, 15})  # somebody else's doing
 FATAL_STATUSES = frozenset({2, 3, 4, 5, 6})  # a start that cannot succeed by trying again (relay.errors)
 
@@ -56,12 +57,15 @@ class Membership:
             self._state.commands.append(RejectConnection(event.connection, problem[:PROTOCOL_TEXT_LIMIT]))
             return
         worker = self._state.workers[hello.worker]
+        if worker.state is WorkerState.LOST:
+            self._rejoin(worker, now_ns)
         if hello.process == "agent":
             worker.agent, worker.agent_open = hello, True
             worker.heard_ns = now_ns
         else:
             worker.engine, worker.engine_open = hello, True
             worker.kv_tokens = hello.kv_blocks * hello.block_size
+            worker.orphans = dict.fromkeys(hello.orphans)
             if not self._state.model.numerics_id:
                 self._state.model = replace(self._state.model, numerics_id=hello.numerics_id)
         self._state.commands.append(AcceptConnection(event.connection, worker.key, hello.process))
@@ -82,11 +86,12 @@ class Membership:
         if hello.protocol_min > PROTOCOL_MAX or hello.protocol_max < PROTOCOL_MIN:
             theirs = f"{hello.protocol_min} to {hello.protocol_max}"
             return f"protocol {theirs} of the worker does not meet {PROTOCOL_MIN} to {PROTOCOL_MAX} of the gateway"
-        if hello.incarnation != worker.incarnation or self._state.current(worker.key) is None:
+        rejoins = worker.state is WorkerState.LOST and worker.cut and not worker.exited
+        if hello.incarnation != worker.incarnation or (self._state.current(worker.key) is None and not rejoins):
             return (
                 f"incarnation {hello.incarnation} of {hello.worker} is fenced; the present one is {worker.incarnation}"
             )
-        if worker.engine_open if hello.process == "engine" else worker.agent_open:
+        if not rejoins and (worker.engine_open if hello.process == "engine" else worker.agent_open):
             return f"the {hello.process} of {hello.worker} is connected already"
         model = self._state.model
         if hello.process == "engine":
@@ -116,7 +121,8 @@ class Membership:
         if self._state.current(event.worker) is not None:
             # An engine's end is explained by its agent a moment later: leave the agent that moment.
             wait_for_report = event.process == "engine" and worker.agent_open
-            self.lose(worker, f"{event.process} connection ended: {event.reason}", now_ns, fence=not wait_for_report)
+            cause = f"{event.process} connection ended: {event.reason}"
+            self.lose(worker, cause, now_ns, fence=not wait_for_report, cut=self._state.config.shared_workers)
         elif worker.exited and not worker.agent_open:  # else the agent's last words are still to come
             self._gone(worker, now_ns)
 
@@ -131,6 +137,7 @@ class Membership:
             drained = worker.refuses and message.status == 0  # its agent follows by itself, and with the same status
             self.lose(worker, f"engine exited with {how}", now_ns, fence=not drained)
         worker.last_cause = f"engine exited with {how}"
+        worker.cut = False
         self._dispatcher.pump(now_ns)
 
     def launcher_exited(self, event: LauncherExited, now_ns: int) -> None:
@@ -155,6 +162,8 @@ class Membership:
         restart = self._state.config.restart
         end = worker.engine_exit or worker.exit  # the engine's own end says more than its agent's
         status, signal = (end.status, end.signal) if end else (None, None)
+        if status is not None and status > SIGNALLED:  # an agent ends with its engine's signal as a shell would say it
+            signal, status = status - SIGNALLED, None
         if worker.served and signal in KILL_SIGNALS:
             worker.failures = min(worker.failures, 1)  # however often it is killed: that is no crash loop
         if not self._state.was_complete and (status in FATAL_STATUSES or worker.failures >= restart.start_attempts):
@@ -167,10 +176,13 @@ class Membership:
             return
         self._schedule_restart(worker, now_ns)
 
-    def lose(self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False) -> None:
+    def lose(
+        self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False, cut: bool = False
+    ) -> None:
         """Fence this incarnation and reopen everything placed on it.
 
         ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it then.
+        ``cut``: it may be well, and of use to others; it is not killed and may connect again.
         """
         if worker.state is WorkerState.STARTING or now_ns - worker.changed_ns < int(
             self._state.config.restart.stable_after_s * SECOND
@@ -183,15 +195,21 @@ class Membership:
         if worker.state is not WorkerState.DRAINING:
             self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
+        worker.cut = cut
         worker.last_cause = cause
         worker.suspect = worker.slow = False
         worker.forget_cache()
         self._blame.long_step(worker, ())
-        if not fence:
+        for request in list(worker.watched):
+            worker.unwatch(request)
+        if worker.engine_exit is None and not hung:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
+                if worker.refuses:  # it left as asked, before it had heard of this
+                    self._dispatcher.close(attempt, now_ns, f"{worker.id} has drained")
+                else:
+                    self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -201,12 +219,35 @@ class Membership:
         self._dispatcher.pump(now_ns)
 
     def _fence(self, worker: Worker, now_ns: int) -> None:
-        self._blame.explained(worker)
         worker.agent_open = worker.engine_open = False
         self._state.commands.append(CloseWorker(worker.key))
-        self._state.commands.append(StopWorker(worker.key, kill=True))
+        if not worker.cut:
+            self._state.commands.append(StopWorker(worker.key, kill=True))
         wait_ns = int(self._state.config.restart.exit_wait_s * SECOND)
         self._state.commands.append(SetTimer(("reap", worker.id), now_ns + wait_ns))
+
+    def started(self, event: WorkerStarted, now_ns: int) -> None:
+        """Another gateway had a new incarnation launched: whatever this one holds of an older one is over."""
+        worker = self._state.workers.get(event.worker.worker)
+        if worker is None or event.worker.incarnation <= worker.incarnation or self._state.stopped:
+            return
+        if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
+            self.lose(worker, f"replaced by incarnation {event.worker.incarnation}", now_ns, fence=False)
+        self._forget(worker)
+        worker.gave_up = False
+        worker.begin(event.worker.incarnation, now_ns)
+
+    def _rejoin(self, worker: Worker, now_ns: int) -> None:
+        """Its connection was lost, and it is here again: what it held for us before is over, it itself is not."""
+        self._forget(worker)
+        self._state.counters["workers_rejoined"] += 1
+        worker.begin(worker.incarnation, now_ns)
+
+    def _forget(self, worker: Worker) -> None:
+        """Nothing of the life before, or of the connections before, is waited for any more."""
+        self._blame.explained(worker)
+        self._state.commands.append(CloseWorker(worker.key))
+        self._state.commands += [CancelTimer((kind, worker.id)) for kind in ("fence", "reap", "launch")]
 
     # --- coming back ----------------------------------------------------------------------------------------------
 
@@ -257,8 +298,7 @@ class Membership:
                 self.lose(worker, "engine frozen", now_ns, fence=True)
             return
         worker.frozen_since_ns = 0
-        if beat.manifest or worker.long_step:
-            self._blame.long_step(worker, beat.manifest)
+        self._blame.heard(worker, beat)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
             how = f"no progress in a step for {beat.phase_age_ms} ms"

@@ -7,6 +7,7 @@ from relay.control.admission import cannot_fit
 from relay.control.attempts import Attempt
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
 from relay.control.contract import RequestFailure
+from relay.control.parking import Parking
 from relay.control.requests import Choice, Request
 from relay.control.router import Placement, Router
 from relay.control.state import LIVE, ClusterState
@@ -20,8 +21,9 @@ SCAN_LIMIT = 128  # waiting choices looked at for one change of the cluster
 class Dispatcher:
     """Moves choices between the queue and the workers."""
 
-    def __init__(self, state: ClusterState, router: Router) -> None:
+    def __init__(self, state: ClusterState, router: Router, parking: Parking) -> None:
         self._state = state
+        self._parking = parking
         self._router = router
 
     def submit(self, request: Request) -> None:
@@ -59,6 +61,7 @@ class Dispatcher:
         budget.pass_time(now_ns)
         if budget.affords(placement.uncached):
             budget.spend(placement.uncached)
+            state.counters["recomputed_tokens"] += placement.uncached
             return True
         wait_ns = max(int(retry.backoff_s * SECOND), budget.wait_ns(placement.uncached))
         state.resumes_wait_until_ns = now_ns + min(wait_ns, int(retry.max_backoff_s * SECOND))
@@ -101,10 +104,16 @@ class Dispatcher:
         hashes = choice.hashes(decode.numerics_id)
         decode.expect(attempt, hashes)
         if prefill is None:
+            attempt.parks = attempt.hedged = placement.parks
+            if not placement.parks:
+                self._parking.leave(choice, decode)
+            decode.orphans.pop((choice.request.submission.resume_key, choice.index), None)
             decode.book(attempt, placement.uncached_decode, now_ns)
-            text = f"attempt {attempt.number}: run on {decode.id}, {placement.uncached_decode} tokens uncached"
+            how = "park" if placement.parks else "run"
+            text = f"attempt {attempt.number}: {how} on {decode.id}, {placement.uncached_decode} tokens uncached"
             self._tell(choice, now_ns, text)
-            state.commands.append(SendToEngine(decode.key, Run(attempt.work())))
+            park_ms = int(state.config.retry.park_lease_s * 1000) if placement.parks else 0
+            state.commands.append(SendToEngine(decode.key, Run(attempt.work(), park_ms)))
             return attempt
         prefill.expect(attempt, hashes)
         prefill.book(attempt, placement.uncached_prefill, now_ns)
@@ -131,6 +140,7 @@ class Dispatcher:
         worker.tight = False
         self._state.changed = True
         attempt.move(AttemptTrigger.ACCEPT, now_ns)
+        self._parking.leave(attempt.choice, prefill)
         order = Prefill(
             work=attempt.work(),
             transfer=attempt.transfer,
@@ -152,6 +162,10 @@ class Dispatcher:
         if message.reason == "too_long" and not others:
             text = f"{worker.id} cannot hold this request in its KV cache"
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
+            return
+        if message.reason == "full" and attempt.parks:
+            self._parking.refused(choice, now_ns)
+            self.close(attempt, now_ns, f"{worker.id} keeps enough KV of others")
             return
         if message.reason == "full":
             whole = attempt.prefill is None
@@ -204,6 +218,9 @@ class Dispatcher:
         self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
         self._cancel(attempt)
         self._leave(attempt, now_ns)
+        computing = attempt.prefill or attempt.decode
+        if choice.request.suspicion.blames and computing.state in LIVE:
+            computing.watch(choice.request)
         for survivor in choice.attempts:
             survivor.hedge = False
         if not choice.attempts:
@@ -217,8 +234,8 @@ class Dispatcher:
         """
         for attempt in list(worker.live):
             choice = attempt.choice
-            if attempt.decode is not worker or attempt not in choice.attempts:
-                continue
+            if attempt.decode is not worker or attempt not in choice.attempts or choice.request.suspicion.blames:
+                continue  # a suspect may hang what it computes on: it is not to go on to the next meanwhile
             if len(choice.attempts) > 1:
                 self.close(attempt, now_ns, f"{worker.id} drains")
                 continue
@@ -228,6 +245,16 @@ class Dispatcher:
             self._state.counters["moved"] += 1
             self.close(attempt, now_ns, f"{worker.id} drains")
             self._place(choice, placement, now_ns)
+
+    def parked(self, attempt: Attempt, now_ns: int) -> None:
+        """P has drawn the first token and keeps the KV: the choice waits for room on D."""
+        choice = attempt.choice
+        self._tell(choice, now_ns, f"attempt {attempt.number} is parked on {attempt.decode.id}")
+        self._state.breakers.workers[attempt.decode.id].succeeded(now_ns)
+        self._parking.park(attempt, now_ns)
+        self._leave(attempt, now_ns)
+        choice.move(Trigger.REOPEN)
+        self._state.queue.add_resumed(choice)
 
     def transfer_failed(self, attempt: Attempt, now_ns: int) -> None:
         """KV of ``attempt`` did not reach D, or nobody knows whether it did. Counts against the link, if there is one."""
@@ -303,6 +330,7 @@ class Dispatcher:
             self._leave(attempt, now_ns)
         self._state.changed = True
         self._state.queue.remove(choice)
+        self._parking.leave(choice)
         choice.request.suspicion.clear(choice.index)
 
     def _leave(self, attempt: Attempt, now_ns: int) -> None:
@@ -317,6 +345,8 @@ class Dispatcher:
 
     def _cancel(self, attempt: Attempt) -> None:
         for worker in attempt.workers:
+            if attempt.state is AttemptState.RESERVING and worker is attempt.prefill:
+                continue  # it knows nothing of this attempt, and may keep KV of an earlier one
             self._cancel_at(attempt, worker)
 
     def _cancel_at(self, attempt: Attempt, worker: Worker) -> None:

@@ -58,10 +58,19 @@ def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, objec
         "suspect": worker.suspect,
         "slow": worker.slow,
         "breaker": state.breakers.workers[worker.id].at(now_ns).value,
+        "transports": _transports(worker),
         "numerics_id": worker.numerics_id,
         "state_age_s": round((now_ns - worker.changed_ns) / SECOND, 3),
         "last_loss": worker.last_cause,
     }
+
+
+def _transports(worker: Worker) -> dict[str, int]:
+    """How KV can reach this worker, and the transfers it sent and received so far by each way."""
+    counters = worker.load.counters if worker.load else {}
+    schemes = worker.engine.transports if worker.engine else ()
+    ways = ("kv_transfers_sent", "kv_transfers_received")
+    return {scheme: int(sum(counters.get(f"{way}_{scheme}", 0) for way in ways)) for scheme in schemes}
 
 
 def health(state: ClusterState, now_ns: int) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from relay.control.transitions import CHOICE_TRANSITIONS, ChoiceState, Trigger
 from relay.protocol.block_hash import UNIT_TOKENS, root_hash, unit_hashes
 
 if TYPE_CHECKING:
+    from relay.control.parking import Parked
     from relay.control.workers import Worker
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]  # of one token: its own and the top alternatives
@@ -39,6 +40,8 @@ class Choice:
         "not_before_ns",
         "num_attempts",
         "numerics_id",
+        "park_after_ns",
+        "parked",
         "request",
         "resumes",
         "state",
@@ -54,7 +57,7 @@ class Choice:
         self.attempts: list[Attempt] = []
         self.num_attempts = 0
         self.committed: list[int] = []
-        self.numerics_id: str | None = None  # pinned by the first committed token
+        self.numerics_id = request.submission.numerics_id or None  # pinned by the first committed token
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
         self.failures = 0
@@ -62,6 +65,8 @@ class Choice:
         self.transfer_failures = 0
         self.full_since_ns = 0
         self.not_before_ns = 0
+        self.parked: Parked | None = None
+        self.park_after_ns = 0
         self.resumes = False  # the next placement computes again what one before it had
         # I4: what two attempts said of one position must be equal.
         self.evidence: list[TokenLogprobs | None] = []  # of committed positions from ``evidence_from`` on

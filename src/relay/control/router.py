@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from relay.config import SECOND
 from relay.control.attempts import Attempt
 from relay.control.breaker import EVERYTHING
+from relay.control.parking import Parking
 from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
 from relay.control.workers import Worker
@@ -25,6 +26,7 @@ class Placement:
     prefill: Worker | None
     uncached_decode: int
     uncached_prefill: int
+    parks: bool = False  # up to the first token only: nobody has room for the rest
 
     @property
     def uncached(self) -> int:
@@ -40,8 +42,9 @@ class Router:
     is taken when no other has room, wherever the prefix is cached. A KV transfer over a bad link is not: D computes instead.
     """
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterState, parking: Parking) -> None:
         self._state = state
+        self._parking = parking
 
     def any_room(self) -> bool:
         """Whether looking at the queue can be worth while at all."""
@@ -59,6 +62,9 @@ class Router:
         suspicion = request.suspicion
         if suspicion.unexplained and suspicion.total >= self._state.config.retry.max_blames - 1:
             return None  # whether it must run alone is about to be known
+        holder = self._holder(choice)
+        if holder is not None:
+            return Placement(holder, None, 1, 0)
         placement = self._place(choice, now_ns)
         if placement is None or len(request.choices) == 1:
             return placement
@@ -83,7 +89,27 @@ class Router:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
         if not ready and choice.numerics_id is not None:
             ready = [worker for worker in self._state.last_of_their_kind() if self._may_serve(worker, choice)]
-        return self._among(ready, choice, now_ns)
+        return self._parked(ready, choice, now_ns) or self._among(ready, choice, now_ns)
+
+    def _parked(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
+        """A prefill worker that computes ``choice`` and keeps its KV, while every decode worker is full."""
+        decoders = [worker for worker in ready if worker.role != "prefill"]
+        if not decoders or not self._parking.allows(choice, decoders, now_ns):
+            return None
+        prefillers = [worker for worker in ready if worker.role == "prefill"]
+        uncached = {worker.id: self._uncached(worker, choice) for worker in prefillers}
+        allowance = self._allowances(prefillers, now_ns)
+        home = self._cheapest(prefillers, uncached, allowance, lambda worker: worker.has_room)
+        return None if home is None else Placement(home, None, uncached[home.id], 0, parks=True)
+
+    def _holder(self, choice: Choice) -> Worker | None:
+        """A worker that computes ``choice`` already, for a gateway that is gone."""
+        key = (choice.request.submission.resume_key, choice.index)
+        if not key[0]:
+            return None
+        ready = self._state.ready_workers()
+        fits = (w for w in ready if key in w.orphans and w.has_room and self._may_serve(w, choice))
+        return next(fits, None)
 
     def choose_hedge(self, attempt: Attempt, now_ns: int) -> Placement | None:
         """A second placement beside ``attempt``: other workers of the same numerics that nothing speaks against, or None."""
@@ -97,7 +123,11 @@ class Router:
             and self._may_serve(worker, choice)
             and len(worker.live) < self._allowance(worker, now_ns)
         ]
-        return self._among(fine, choice, now_ns)
+        placement = self._among(fine, choice, now_ns)
+        homes = self._computing_at(choice.request)
+        if placement is not None and len(homes) > 1 and (placement.prefill or placement.decode) not in homes:
+            return None  # hedges of its choices must not take a third engine before it has proved harmless
+        return placement
 
     def _among(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
         """The best placement on some of ``ready``."""
@@ -121,6 +151,9 @@ class Router:
             # Unless the rest of its prefix is on its way to D: then it waits, and D has the prefix once instead of many times.
             return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
         with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
+        home = self._parking.home(choice, now_ns)
+        if with_kv_room is None and home is not None:
+            return None  # under its lease it waits for room
         if with_kv_room is None:
             patient = not choice.full_since_ns or now_ns - choice.full_since_ns < int(retry.full_patience_s * SECOND)
             return None if patient else alone
@@ -132,7 +165,8 @@ class Router:
         ]
         if not pairable:
             return Placement(with_kv_room, None, uncached[with_kv_room.id], 0)
-        prefill = self._cheapest(pairable, uncached, allowance, lambda worker: worker.has_room)
+        candidates = [home] if home in pairable and home is not None else pairable
+        prefill = self._cheapest(candidates, uncached, allowance, lambda worker: worker.has_room)
         if prefill is None:
             return None
         return Placement(with_kv_room, prefill, uncached[with_kv_room.id], uncached[prefill.id])

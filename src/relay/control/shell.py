@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,9 +49,10 @@ from relay.control.events import (
     TimerKey,
     WorkerConnected,
     WorkerMessage,
+    WorkerStarted,
 )
 from relay.control.record import Recorder
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
 
 MAX_STRANGERS = 256  # connections that have not said who they are
@@ -98,11 +101,13 @@ class GatewayShell:
         self._pending: deque[Command] = deque()
         self._executing = False
         self._next_connection = 1
-        self._next_request = 1
+        self._next_request = first_id(core.state.config.epoch)
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
         self._quiesced = asyncio.Event()
         self.gave_up: WorkerGaveUp | None = None
+        config = core.state.config
+        self.gateways: list[dict[str, object]] = [{"id": config.gateway, "epoch": config.epoch, "pid": os.getpid()}]
         self.address = ""  # "tcp://host:port" for workers, after ``listen``
         self._handlers: dict[type, Callable[[Any], None]] = {
             Deliver: self._deliver,
@@ -126,10 +131,13 @@ class GatewayShell:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Open the workers' listener; returns its address for their specs."""
+    async def listen(self, host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None) -> str:
+        """Open the workers' listener, or take ``listener``; returns its address for their specs."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_connection, host, port)
+        if listener is not None:
+            self._server = await loop.create_server(self._new_connection, sock=listener)
+        else:
+            self._server = await loop.create_server(self._new_connection, host, port)
         bound = self._server.sockets[0].getsockname()
         self.address = f"tcp://{bound[0]}:{bound[1]}"
         return self.address
@@ -212,7 +220,7 @@ class GatewayShell:
             self._handle(ChoiceFinished(request, choice))
 
     def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
-        commands = self._core.handle(LeaveOrdered(tuple(workers), stay_out, rolling), self._now_ns())
+        commands = self._decide(LeaveOrdered(tuple(workers), stay_out, rolling))
         self._execute(commands)
         return next((command.reason for command in commands if type(command) is LeaveRefused), "")
 
@@ -223,7 +231,8 @@ class GatewayShell:
         return self._core.health(self._now_ns())
 
     def status(self) -> dict[str, object]:
-        return self._core.status(self._now_ns())
+        mine = {"gateway": self._core.state.config.gateway, "gateways": self.gateways}
+        return self._core.status(self._now_ns()) | mine
 
     def metrics(self) -> Sequence[tuple[str, dict[str, str], float]]:
         return self._core.metrics(self._now_ns())
@@ -243,6 +252,10 @@ class GatewayShell:
     ) -> None:
         self._handle(LauncherExited(worker, status, signal, reason, engine))
 
+    def worker_started(self, worker: WorkerKey) -> None:
+        """The launcher has started this incarnation, perhaps for another gateway."""
+        self._handle(WorkerStarted(worker))
+
     def hello(self, connection: Connection, hello: Hello) -> None:
         self._handle(WorkerConnected(connection.number, hello))
 
@@ -254,8 +267,9 @@ class GatewayShell:
         self._strangers.pop(connection.number, None)
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[(worker, connection.process)]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return  # closed by us; the same worker may be connected anew
+            del self._bound[(worker, connection.process)]
             self._handle(ConnectionLost(worker, connection.process, reason))
 
     def _new_connection(self) -> Connection:
@@ -338,7 +352,8 @@ class GatewayShell:
         connection.bind(command.worker, command.process)
         self._strangers.pop(connection.number, None)
         self._bound[(command.worker, command.process)] = connection
-        connection.send(Welcome(protocol=PROTOCOL_MAX))
+        config = self._core.state.config
+        connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
 
     def _reject(self, command: RejectConnection) -> None:
         connection = self._connections.get(command.connection)

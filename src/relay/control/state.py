@@ -9,11 +9,11 @@ from relay.control.budget import TokenBucket
 from relay.control.commands import Command
 from relay.control.contract import ModelInfo
 from relay.control.queue import WaitQueue
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
-from relay.ids import WorkerKey
+from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import Role
 
 LIVE = (WorkerState.READY, WorkerState.DRAINING)
@@ -39,10 +39,11 @@ class ClusterState:
         )
         self.resumes_wait_until_ns = 0  # the retry budget is used up until then
         self.alarm = ""  # the last disagreement of workers: health tells it until the gateway restarts
-        self.next_transfer = 1
+        self.next_transfer = first_id(config.epoch)
+        self.parked: dict[Choice, None] = {}  # whose KV waits on P for room on D
         self.rollout: list[str] = []  # workers still to be restarted, in order; the first may be on its way
         self.rollout_problem = ""  # why the last rolling restart ended early
-        self.was_complete = False
+        self.was_complete = config.was_complete
         self.draining = False
         self.stopped = False
         self.changed = False  # something happened that may let a waiting choice go

@@ -138,6 +138,8 @@ class TokenPath:
         self._state.counters["tokens"] += len(token_ids)
         if entry.finish is not None:
             self._dispatcher.finish(attempt, worker, now_ns)
+        elif attempt.parks:
+            self._dispatcher.parked(attempt, now_ns)
         elif len(choice.attempts) > 1:
             self._race(attempt, now_ns)
 
@@ -230,6 +232,9 @@ class TokenPath:
             return
         attempt = request.choices[message.choice].find(message.attempt)
         if attempt is None or not attempt.on(worker):
+            return
+        if message.retry and any(each.refuses for each in attempt.workers):
+            self._dispatcher.close(attempt, now_ns, f"{worker.id} drains")  # handed back in its drain time-out
             return
         if message.retry:
             self._dispatcher.transfer_failed(attempt, now_ns)

@@ -50,6 +50,9 @@ class Worker:
         self.served = False  # the life just lost had been ready and did not end by a hang
         self.unexplained: list[Request] = []  # what a lost engine had, while its agent may still say why it ended
         self.long_step: list[Request] = []  # what its engine computes in a step that may hang
+        self.watched: dict[
+            Request, int | None
+        ] = {}  # suspects whose last step may still run → the step seen first since
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.exit: LauncherExited | None = None
@@ -72,6 +75,8 @@ class Worker:
         self.expected: dict[bytes, Attempt] = {}  # units that work placed here will bring, and whose they are
         self.promises: dict[Attempt, list[bytes]] = {}
         self.cache_sequence = -1
+        self.orphans: dict[tuple[bytes, int], None] = {}  # (resume key, choice) of what it computes for no gateway
+        self.cut = False  # only its connection was lost, and others may use it: it may connect again
 
     @property
     def exited(self) -> bool:
@@ -123,6 +128,8 @@ class Worker:
         """A new life: nothing known about the old one holds, except what the crash statistics need."""
         self.move(WorkerTrigger.LAUNCH, now_ns)
         self.incarnation = incarnation
+        self.cut = False
+        self.orphans = {}
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
         self.beat = None
@@ -154,6 +161,16 @@ class Worker:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
         self.full = self.queue_full = False
+
+    def watch(self, request: Request) -> None:
+        """An attempt of a suspect ended while its step may run here: until that is over, it may hang unnoticed."""
+        if request not in self.watched:
+            request.suspicion.unexplained += 1
+        self.watched[request] = None
+
+    def unwatch(self, request: Request) -> None:
+        del self.watched[request]
+        request.suspicion.unexplained -= 1
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

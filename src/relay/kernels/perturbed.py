@@ -2,10 +2,10 @@
 
 ``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
 moved by one unit in the last place of the activations. Both must turn a comparison red. ``crash:ID`` dies of a segmentation
-fault in every step that computes token ID of a prompt: a poison request. Nothing else uses this module.
+fault in every step that computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance).
+Nothing else uses this module.
 """
 
-import os
 import signal
 from typing import Literal, cast, get_args
 
@@ -84,7 +84,7 @@ class PerturbedBackend:
 
 
 class CrashingBackend:
-    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` of a prompt is computed."""
+    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` is computed four times in a row."""
 
     def __init__(self, inner: Backend, token_id: int) -> None:
         self._inner = inner
@@ -94,8 +94,11 @@ class CrashingBackend:
         return getattr(self._inner, name)
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
-        if self._token_id in batch.token_ids:
-            os.kill(os.getpid(), signal.SIGSEGV)
+        hits = batch.token_ids == self._token_id
+        if np.any(hits[:-3] & hits[1:-2] & hits[2:-1] & hits[3:]):
+            signal.raise_signal(
+                signal.SIGSEGV
+            )  # in this thread, as a fault would: a signal to the process may come later
         self._inner.run(start, stop, batch)
 
 

@@ -4,16 +4,24 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
 from relay.config import WorkerConfig
-from relay.control.shell import GatewayShell
 from relay.errors import RelayError, StartupError
 from relay.ids import WorkerKey
-from relay.protocol.messages import Role
+from relay.protocol.messages import EngineExited, Role
 from relay.worker.last_word import find_last_word
 from relay.worker.spec import WorkerSpec, encode_spec
+
+
+class ExitListener(Protocol):
+    """Who is told of workers' ends: the gateway's shell, or a supervisor."""
+
+    def launcher_exited(
+        self, worker: WorkerKey, status: int | None, signal: int | None, reason: str, engine: EngineExited | None
+    ) -> None: ...
 
 
 class LocalWorkers:
@@ -40,14 +48,16 @@ class LocalWorkers:
         self._model_digest = model_digest
         self._launcher = LocalLauncher(self._exited, on_line)
         self._keys: dict[str, WorkerKey] = {}
-        self._shell: GatewayShell | None = None
+        self._shell: ExitListener | None = None
         self._last_exits: dict[str, LaunchExit] = {}
         self._perturb = perturb or {}
         self._holders: set[str] = set()  # names of running processes that hold a GPU's weights
         self._secret = secrets.token_hex(8)  # sockets of this cluster's holders
         self.gateway = ""
+        self.gateways: list[str] = []  # all of them, where there are several
+        self.orphan_hold_s = 0.0
 
-    def attach(self, shell: GatewayShell) -> None:
+    def attach(self, shell: ExitListener) -> None:
         self._shell = shell
 
     def start(self, worker: WorkerKey, role: Role) -> None:
@@ -91,7 +101,8 @@ class LocalWorkers:
             worker=worker.worker,
             incarnation=worker.incarnation,
             role=role,
-            gateways=[self.gateway],
+            gateways=self.gateways or [self.gateway],
+            orphan_hold_s=self.orphan_hold_s,
             pack_path=self._pack_path,
             model_digest=self._model_digest,
             backend=config.backend,
@@ -119,7 +130,7 @@ class LocalWorkers:
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
         if self._shell is not None:
-            word = find_last_word(end.last_lines, 0)
+            word = find_last_word(end.last_lines)
             self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 

@@ -38,7 +38,7 @@ class Hello(Message, tag="hello"):
     role: Role = "both"
     host: str = ""  # boot id + network and ipc namespace: shared memory only where it can work
     kv_addresses: list[str] = []  # "tcp://127.0.0.1:port"
-    transports: tuple[str, ...] = ("tcp",)
+    transports: tuple[str, ...] = ("tcp",)  # how KV can reach this engine, best first; as in ``kv_addresses``
     tensor_parallel: int = 1
     rank: int = 0
     model_digest: str = ""
@@ -48,12 +48,15 @@ class Hello(Message, tag="hello"):
     max_model_len: int = 0
     max_num_seqs: int = 0
     authentication: bytes = b""  # empty until the security work fills it
+    orphans: list[tuple[bytes, int]] = []  # engine: as in ``Orphans``
 
 
 class Welcome(Message, tag="welcome"):
-    """Gateway's answer to an accepted hello."""
+    """Gateway's answer to an accepted hello. ``epoch`` grows with every life of ``gateway``: older ones have nothing to say."""
 
     protocol: int
+    gateway: str = ""
+    epoch: int = 0
 
 
 class Rejected(Message, tag="rejected"):
@@ -76,6 +79,7 @@ class Work(msgspec.Struct, omit_defaults=True):
     params: SamplingParams
     cache_salt: str = ""
     capture: bool = False  # report logits digests with tokens and KV digests at the finish (relay verify)
+    resume_key: bytes = b""  # names the request over gateways; empty: nobody can ask for it again
     solo_until: int = (
         0  # positions before this are computed in steps that hold nothing else: it may be what kills engines
     )
@@ -83,6 +87,9 @@ class Work(msgspec.Struct, omit_defaults=True):
 
 class Run(Message, tag="run"):
     """Prefill and decode on this worker (colocated, short or cached prompts, or no other worker left).
+
+    If the worker holds an orphan of this resume key and choice, the orphan gets this name and owner, and its tokens from
+    ``work``'s position on are reported.
 
     ``park_ms`` > 0: no decode worker has room. Draw the first token only, and keep the KV pinned for so long, or until Cancel or a
     newer attempt, which then finds the prompt computed.
@@ -96,7 +103,7 @@ class Reserve(Message, tag="reserve"):
     """To D: make room for ``work``; KV will come from ``source``. Answer: Accept or Refuse."""
 
     work: Work
-    transfer: int  # unique within the gateway's life
+    transfer: int  # unique over all gateways and their lives
     source: str  # worker id of P
     source_incarnation: int
 
@@ -169,6 +176,9 @@ class Tokens(Message, tag="tokens"):
     entries: list[TokenEntry]
 
 
+HANDED_BACK = "draining"  # reason of a sequence that was not finished in the engine's drain time-out
+
+
 class SequenceFailed(Message, tag="failed"):
     """This attempt ended without finishing. ``retry``: the fault lay in the transfer or the peer, not in the request."""
 
@@ -199,6 +209,12 @@ class Load(Message, tag="load"):
     counters: dict[str, float] = {}  # monotonic, for /metrics
 
 
+class Orphans(Message, tag="orphans"):
+    """All (resume key, choice) of sequences that have lost their gateway and can be taken over by a ``Run``; the whole list."""
+
+    keys: list[tuple[bytes, int]] = []
+
+
 class Drained(Message, tag="drained"):
     """Nothing is held any more; the process is about to exit 0."""
 
@@ -207,7 +223,7 @@ class Drained(Message, tag="drained"):
 
 
 class ComputedRow(msgspec.Struct, array_like=True, frozen=True):
-    """What a step was computing of one sequence of the gateway that is told: positions before ``end``."""
+    """What a step was computing of one sequence, by its owner's name for it: positions before ``end``."""
 
     request: int
     choice: int
@@ -218,7 +234,7 @@ class ComputedRow(msgspec.Struct, array_like=True, frozen=True):
 class Heartbeat(Message, tag="heartbeat"):
     """From the agent, every 100–250 ms. ``step`` moves while the engine computes; ``phase`` is what it declares.
 
-    ``manifest``: when a step takes long, its rows that are this gateway's; ``alone``: it holds those of one request and no others.
+    ``manifest``: when a step takes long, its rows, other gateways' too; ``alone``: it holds those of one request and no others.
     """
 
     step: int
@@ -245,6 +261,6 @@ class EngineExited(Message, tag="engine_exited"):
 
 
 GatewayToEngine = Welcome | Rejected | Run | Reserve | Prefill | Cancel | Drain
-EngineToGateway = Hello | Accept | Refuse | Tokens | SequenceFailed | CacheChanged | Load | Drained
+EngineToGateway = Hello | Accept | Refuse | Tokens | SequenceFailed | CacheChanged | Load | Orphans | Drained
 AgentToGateway = Hello | Heartbeat | EngineExited
 GatewayToAgent = Welcome | Rejected | Drain

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from relay.config import SECOND
 from relay.control.breaker import BreakerState
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 
 if TYPE_CHECKING:
@@ -12,9 +13,9 @@ if TYPE_CHECKING:
 TICKS = 4  # how many ticks late a deadline may be noticed
 
 
-def within_budget(world: "World") -> None:
+def within_budget(node: GatewayNode) -> None:
     """Hedges compute no more than their share of what was asked for. After every event of the gateway: one comparison."""
-    state = world.gateway.core.state
+    state = node.core.state
     counters, config = state.counters, state.config.hedge
     spent = counters["hedge_tokens"]
     if spent and spent * 1000 > config.budget_per_mille * (counters["tokens"] + counters["prompt_tokens"]):
@@ -23,8 +24,10 @@ def within_budget(world: "World") -> None:
 
 def bounded(world: "World") -> None:
     """Everything with a bound that is not checked where it is touched."""
-    _deadlines(world)
-    _breakers(world)
+    for gateway in world.gateways.values():
+        if gateway.alive:
+            _deadlines(world, gateway)
+            _breakers(world, gateway)
     for node in world.workers.values():
         if node.running is not None:
             for sender in node.running.transport.senders():
@@ -34,23 +37,23 @@ def bounded(world: "World") -> None:
                     raise Violation("I10", f"{node.key.worker}: {text}")
 
 
-def _deadlines(world: "World") -> None:
+def _deadlines(world: "World", gateway: GatewayNode) -> None:
     """No request outlives its own deadline."""
-    state = world.gateway.core.state
+    state = gateway.core.state
     now_ns, slack_ns = world.kernel.now_ns, int(TICKS * state.config.tick_s * SECOND)
-    if world.gateway.stopped or now_ns - world.gateway.awake_since_ns < slack_ns:
+    if gateway.stopped or now_ns - gateway.awake_since_ns < slack_ns:
         return
     for request in state.requests.values():
         deadline_ns = request.submission.deadline_ns
-        if deadline_ns is not None and now_ns > deadline_ns + slack_ns:
+        if deadline_ns is not None and now_ns > max(deadline_ns, request.submitted_ns) + slack_ns:
             raise Violation(
                 "I5", f"request {request.id} lives {(now_ns - deadline_ns) / SECOND:.1f} s past its deadline"
             )
 
 
-def _breakers(world: "World") -> None:
+def _breakers(world: "World", gateway: GatewayNode) -> None:
     """An open breaker gives its worker or link another chance."""
-    state = world.gateway.core.state
+    state = gateway.core.state
     now_ns, most_s = world.kernel.now_ns, state.config.breaker.max_open_s
     named = [*state.breakers.workers.items(), *state.breakers.links.items()]
     for name, breaker in named:

@@ -21,39 +21,18 @@ from relay.sim.backend import LAYERS
 from relay.sim.bounds import bounded, within_budget
 from relay.sim.drains import Drains
 from relay.sim.engine import TICK_NS, Ended, EngineProcess
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 from relay.sim.leaks import no_leaks
 from relay.sim.strangers import StrangerWatch
 from relay.transfer.contract import ReceiveCompleted
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.events import Event as WorkerEvent
-from relay.worker.held import HeldState
+from relay.worker.held import Held, HeldState
 
 if TYPE_CHECKING:
     from relay.sim.world import World
 
-STATEMENTS = {
-    "I1": "the client's stream is a gap-free prefix of the oracle's tokens and ends once",
-    "I2": "the committed position never goes back and is what the client was sent",
-    "I3": "nothing from an old attempt, incarnation or owner changes state",
-    "I4": "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
-    "I5": "every accepted request ends: finished, cancelled, deadline, quarantined or numerics_changed; never lost",
-    "I6": "a choice has one live attempt, two with a hedge; an attempt runs on one worker, and P and D of it are one each",
-    "I7": "decode reads a block only if complete, verified, of the right fingerprint and epoch",
-    "I8": "every held block, sequence and transfer has a live owner",
-    "I9": "blocks: free + used + cached = total",
-    "I10": "every queue and buffer is bounded",
-    "I11": "a poison request kills at most three engines, and no innocent is quarantined",
-    "I12": "after the faults end every worker is ready again and serves",
-    "I13": "KV crosses only between equal numerics ids; a stream never mixes them",
-    "I14": "jumps of the wall clock, and where the monotonic clock begins, change nothing",
-    "I15": "the gateway's own stall is not others' death",
-    "I17": "a drain takes nothing new, loses nothing and ends in time",
-    "I18": "strangers get nowhere: whatever they send, nothing changes",
-    "scenario": "what a directed scenario demands of its own",
-    "detection": "silence, late answers and dead transfers are noticed within their deadlines",
-    "core": "the cores' own invariants hold and no core raises",
-}
 OWNERLESS_NS = 75_000_000  # how long a healthy worker may hold what nobody wants any more
 AUDIT_NS = 25_000_000
 TICKS = 4  # how many ticks late a deadline may be noticed
@@ -86,14 +65,14 @@ class Checkers:
 
     # --- the gateway ----------------------------------------------------------------------------------------------
 
-    def before_gateway(self, event: e.Event) -> None:
+    def before_gateway(self, node: GatewayNode, event: e.Event) -> None:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
-        self._strangers.before(event)
+        self._strangers.before(node, event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
-        state = self._world.gateway.core.state
+        state = node.core.state
         current = state.current(event.worker)
         entries: Sequence[TokenEntry | Accept | Refuse | SequenceFailed]
         if isinstance(message, Tokens):
@@ -117,12 +96,12 @@ class Checkers:
                 rightful[choice] = None
         self._stale = [item for item in stale.items() if item[0] not in rightful]
 
-    def after_gateway(self, event: e.Event, commands: list[c.Command]) -> None:
-        if self._world.gateway.core.state.alarm and not self._world.wrong_machines:
-            raise Violation("I4", self._world.gateway.core.state.alarm)
-        self._strangers.after(event, commands)
-        self._drains.sent(commands)
-        within_budget(self._world)
+    def after_gateway(self, node: GatewayNode, event: e.Event, commands: list[c.Command]) -> None:
+        if node.core.state.alarm and not self._world.wrong_machines:
+            raise Violation("I4", node.core.state.alarm)
+        self._strangers.after(node, event, commands)
+        self._drains.sent(node, commands)
+        within_budget(node)
         for choice, before in self._stale:
             now = _fingerprint(choice)
             if now[0] != before[0]:
@@ -137,27 +116,30 @@ class Checkers:
                 if spoken_of is not None:
                     self._committed(spoken_of, commands)
         else:
-            self._core_state()
-        self._bounds()
+            self._core_state(node)
+        self._bounds(node)
         for command in commands:
             if type(command) is c.StopWorker and command.kill:
-                self._rightly_killed(command.worker)
+                self._rightly_killed(node, command.worker)
 
-    def _rightly_killed(self, key: WorkerKey) -> None:
+    def _rightly_killed(self, node: GatewayNode, key: WorkerKey) -> None:
         """I15: a worker dies of silence only if something has kept it, and not the gateway, from being heard."""
         world = self._world
-        worker = world.gateway.core.state.workers[key.worker]
+        worker = node.core.state.workers[key.worker]
         window_ns = int(worker_patience_s(world) * SECOND)
         if worker.last_cause.startswith("silent") and world.undisturbed_ns(key.worker) > window_ns:
             raise Violation("I15", f"{key.worker} is killed ({worker.last_cause}), but only the gateway stood still")
 
     def _ended_by_others(self, choice: Choice) -> bool:
         """Other choices' messages in the same event may end a request as a whole."""
-        return choice.request.id not in self._world.gateway.core.state.requests
+        return self._choice(choice.request.id, choice.index) is None
 
     def _choice(self, request_id: int, index: int) -> Choice | None:
-        request = self._world.gateway.core.state.requests.get(request_id)
-        return request.choices[index] if request is not None and 0 <= index < len(request.choices) else None
+        for node in self._world.gateways.values():
+            request = node.core.state.requests.get(request_id) if node.alive else None
+            if request is not None:
+                return request.choices[index] if 0 <= index < len(request.choices) else None
+        return None
 
     def _committed(self, choice: Choice, commands: list[c.Command]) -> None:
         """I2: what the core committed is what the client has, with what is being delivered to it now."""
@@ -171,13 +153,13 @@ class Checkers:
             and command.request == choice.request.id
             and command.delivery.choice == choice.index
         )
-        have = len(client.tokens[choice.index])
+        have = len(client.answers[choice.index])
         if choice.index not in client.stopped and have + coming != len(choice.committed):
             raise Violation("I2", f"{choice} has committed {len(choice.committed)}, its client has {have} + {coming}")
 
-    def _core_state(self) -> None:
+    def _core_state(self, node: GatewayNode) -> None:
         self.full_checks += 1
-        state = self._world.gateway.core.state
+        state = node.core.state
         found = violations(state)
         if found:
             raise Violation("core", "; ".join(found[:3]))
@@ -191,8 +173,8 @@ class Checkers:
                 elif choice.numerics_id is not None and numerics_id != choice.numerics_id:
                     raise Violation("I13", f"{choice} of {choice.numerics_id} is on {decode.id}: {numerics_id}")
 
-    def _bounds(self) -> None:
-        state = self._world.gateway.core.state
+    def _bounds(self, node: GatewayNode) -> None:
+        state = node.core.state
         limits = state.config.admission
         if state.queue.num_new > limits.max_num_queued_reqs or state.queue.num_new < 0:
             raise Violation("I10", f"{state.queue.num_new} sequences wait, the bound is {limits.max_num_queued_reqs}")
@@ -215,6 +197,7 @@ class Checkers:
         try:
             engine.scheduler.check()
             held.check()
+            engine.core.orphans.check()
         except AssertionError as error:
             raise Violation("I9", f"{engine.key.worker}: {error}") from error
         if len(held) > self._world.swarm.worker.max_held:
@@ -246,7 +229,9 @@ class Checkers:
 
     def audit(self) -> None:
         """Whole-cluster checks: one runner an attempt, and nothing kept that nobody wants."""
-        self._core_state()
+        nodes = [node for node in self._world.gateways.values() if node.alive]
+        for gateway in nodes:
+            self._core_state(gateway)
         now_ns = self._world.kernel.now_ns
         runners: dict[SequenceKey, str] = {}
         prefillers: dict[SequenceKey, str] = {}
@@ -256,11 +241,15 @@ class Checkers:
             if engine is None:
                 continue
             for key, held in engine.core.held.by_key.items():
-                group = prefillers if held.state in (HeldState.PREFILLING, HeldState.HANDED_OFF) else runners
+                group = (
+                    prefillers
+                    if held.state in (HeldState.PREFILLING, HeldState.HANDED_OFF, HeldState.PARKED)
+                    else runners
+                )
                 other = group.setdefault(key, node.key.worker)
                 if other != node.key.worker:
                     raise Violation("I6", f"{key} is {held.state} on {other} and on {node.key.worker}")
-                if not self._wanted(engine, key):
+                if not self._wanted(engine, held):
                     name = (*node.key, key)
                     since_ns = max(self._ownerless.get(name, now_ns), self._world.calm_since_ns(node.key.worker))
                     ownerless[name] = since_ns
@@ -275,27 +264,28 @@ class Checkers:
                 raise Violation("I8", f"{node.key.worker} keeps transfers {orphans} of no sequence")
             self._transfers(engine)
         self._ownerless = ownerless
-        self._deadlines()
+        for gateway in nodes:
+            self._deadlines(gateway)
         self._drains.audit()
         bounded(self._world)
 
-    def _deadlines(self) -> None:
+    def _deadlines(self, gateway: GatewayNode) -> None:
         """A calm gateway has noticed by now what it must notice."""
         world = self._world
         now_ns = world.kernel.now_ns
-        state = world.gateway.core.state
+        state = gateway.core.state
         detector, slack_ns = state.config.detector, int(TICKS * state.config.tick_s * SECOND)
         # Its own stalls excuse it, and half of the workers silent at once let it wait once more.
         awake_ns = now_ns - world.calm_since_ns("")
         silence_ns = 2 * int(detector.dead_after_s * SECOND) + slack_ns
         for worker in state.workers.values():
-            silent_ns = min(awake_ns, now_ns - world.gateway.heard_ns.get(worker.key, now_ns))
+            silent_ns = min(awake_ns, now_ns - gateway.spoke_ns.get(worker.key, now_ns))
             if worker.state in LIVE and silent_ns > silence_ns:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, silent for {silent_ns / SECOND:.1f} s"
                 )
-            last_ns = world.gateway.heard_ns.get(worker.key, now_ns)
-            frozen_ns = min(awake_ns, last_ns - world.gateway.frozen_ns.get(worker.key, last_ns))
+            last_ns = gateway.heard_ns.get(worker.key, now_ns)
+            frozen_ns = min(awake_ns, last_ns - gateway.frozen_ns.get(worker.key, last_ns))
             if worker.state in LIVE and frozen_ns > int(detector.frozen_after_s * SECOND) + 2 * HEARTBEAT_NS:
                 raise Violation(
                     "detection", f"{worker.id} is {worker.state.value}, frozen for {frozen_ns / SECOND:.1f} s"
@@ -321,12 +311,22 @@ class Checkers:
                     f"{engine.key.worker}: transfer {transfer} lives, its peer is silent for {silent_ns / SECOND:.1f} s",
                 )
 
-    def _wanted(self, engine: EngineProcess, key: SequenceKey) -> bool:
+    def _wanted(self, engine: EngineProcess, held: Held) -> bool:
+        if held.gateway is None:  # an orphan, for as long as it may be
+            next_ns = engine.core.orphans.next_ns()
+            return next_ns is not None and self._world.kernel.now_ns <= next_ns
+        key = held.name
         choice = self._choice(key.request, key.choice)
-        attempt = choice.find(key.attempt) if choice is not None else None
+        if choice is None:
+            return False
+        attempt = choice.find(key.attempt)
+        parked = choice.parked
+        if parked is not None and (parked.worker, parked.attempt) == (engine.key, key.attempt) and parked.until_ns:
+            return True  # P frees it when the lease ends
         return attempt is not None and any(worker.key == engine.key for worker in attempt.workers)
 
     def quiesced(self) -> None:
         """At the end: everything again, and that nothing is left."""
-        self._core_state()
+        for gateway in self._world.gateways.values():
+            self._core_state(gateway)
         no_leaks(self._world)

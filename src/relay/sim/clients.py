@@ -1,6 +1,6 @@
 """Simulated clients: each knows the oracle's tokens and checks its own stream as it arrives (I1)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relay.control.contract import Delivery, RequestFailure, Submission
 from relay.sim.backend import Oracle
@@ -48,10 +48,31 @@ class Client:
     cancelled: bool = False
     deceived: bool = False  # a machine is wrong on purpose, and the client cannot know
     failure: RequestFailure | None = None
+    unread: int | None = None  # tokens written for a slow reader; None: it reads at once
+    answers: list[list[int]] = field(default_factory=list)  # what the present gateway has said, by choice
+    gateway: str = ""  # the present one; empty: the client is on its way to another
+    returns: bool = False  # it was with a gateway before
 
     def begin(self, numerics: list[str]) -> None:
         self.tokens = [[] for _ in range(self.submission.n)]
         self.numerics = [list(numerics) for _ in range(self.submission.n)]
+        self.answers = [[] for _ in range(self.submission.n)]
+
+    def lose(self, unread: int) -> None:
+        """The gateway is gone, and with it the last ``unread`` tokens of each choice, said but not read."""
+        self.gateway = ""
+        for choice, seen in enumerate(self.tokens):
+            lost = min(unread, len(seen)) if choice not in self.stopped else 0
+            if lost:
+                del seen[len(seen) - lost :]
+                self.finished.pop(choice, None)
+
+    def again(self, request: int, gateway: str) -> Submission:
+        """Ask ``gateway`` for the same, with what was read so far; ``request`` is the new name."""
+        self.request, self.gateway = request, gateway
+        self.answers = [[] for _ in range(self.submission.n)]
+        known = [ids[0] for ids, seen in zip(self.numerics, self.tokens, strict=True) if seen]
+        return replace(self.submission, returns=True, numerics_id=known[0] if known else "")
 
     @property
     def open(self) -> bool:
@@ -60,12 +81,22 @@ class Client:
     def deliver(self, delivery: Delivery) -> None:
         choice = delivery.choice
         name = f"request {self.request}.{choice}"
-        if not self.open or choice in self.finished or choice in self.stopped:
+        if not self.open or choice in self.stopped:
             raise Violation("I1", f"{name}: tokens after the end")
-        seen = self.tokens[choice]
-        if delivery.position != len(seen):
-            raise Violation("I1", f"{name}: position {delivery.position} after {len(seen)} tokens")
-        seen += delivery.token_ids
+        said, seen = self.answers[choice], self.tokens[choice]
+        if delivery.position != len(said):
+            raise Violation("I1", f"{name}: position {delivery.position} after {len(said)} tokens")
+        said += delivery.token_ids
+        read = min(len(said), len(seen))
+        if said[:read] != seen[:read]:
+            raise Violation("I16", f"{name}: {self.gateway} says {said}, the one before it said {seen}")
+        if choice in self.finished:
+            if len(said) > len(seen):
+                raise Violation("I1", f"{name}: tokens after the end")
+            return
+        if len(said) < len(seen) or (len(said) == len(seen) and delivery.finish is None):
+            return
+        seen += said[read:]
         if self.deceived:
             if delivery.finish is not None:
                 self.finished[choice] = delivery.finish
@@ -78,8 +109,7 @@ class Client:
         if not agreeing:
             oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
             raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
-        self.numerics[choice] = agreeing
-        self._check_logprobs(delivery, name)
+        agreeing = self.numerics[choice] = self._agreeing_logprobs(delivery, agreeing, name)
         if delivery.finish is not None:
             oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
             if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
@@ -88,14 +118,20 @@ class Client:
                 )
             self.finished[choice] = delivery.finish
 
-    def _check_logprobs(self, delivery: Delivery, name: str) -> None:
+    def _agreeing_logprobs(self, delivery: Delivery, known: list[str], name: str) -> list[str]:
+        """Those of the numerics ids ``known``, whose tokens agree, whose logprobs do too. Few tokens may agree by chance."""
         if self.submission.params.logprobs is None:
-            return
+            return known
         first, last = delivery.position, delivery.position + len(delivery.token_ids)
-        oracle = self.oracles.get(self.request, self.submission, delivery.choice, self.numerics[delivery.choice][0])
-        wanted, given = oracle.logprobs[first:last], delivery.logprobs or []
-        if [(logprob, list(top)) for logprob, top in given] != wanted:
+        given = [(logprob, list(top)) for logprob, top in delivery.logprobs or []]
+        wanted = {
+            numerics: self.oracles.get(self.request, self.submission, delivery.choice, numerics).logprobs[first:last]
+            for numerics in known
+        }
+        agreeing = [numerics for numerics in known if wanted[numerics] == given]
+        if not agreeing:
             raise Violation("I1", f"{name}: logprobs {given} from position {first} on, the oracle says {wanted}")
+        return agreeing
 
     def end(self, failure: RequestFailure | None) -> None:
         if self.ended:

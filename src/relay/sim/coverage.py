@@ -20,17 +20,34 @@ IMPOSSIBLE: dict[Cell, str] = {
         (fault, moments.IDLE): "a KV frame is damaged on its way between two workers that wait for it"
         for fault in KV_DAMAGE
     },
-    ("client_disconnect", moments.IDLE): "a client that disconnects has a request",
+    **{
+        (fault, moments.IDLE): "a client that disconnects has a request"
+        for fault in ("client_disconnect", "slow_reader", "client_retry")
+    },
 }
 """Cells that cannot occur, with the reason."""
 
 SOMETIMES = (
+    "a hung engine is noticed",
     "a step of one row raised",
     "a step of several rows raised",
+    "an engine crashed on its start",
+    "control message repeated",
     "failed: deadline_exceeded",
     "failed: engine_error",
     "failed: numerics_changed",
     "failed: quarantined",
+    "gateway: blames",
+    "gateway: hedges",
+    "gateway: hedges_won",
+    "gateway: messages_dropped",
+    "gateway: moved",
+    "gateway: own_stalls",
+    "gateway: refused_full",
+    "gateway: resumed",
+    "gateway: resumes_delayed",
+    "gateway: workers_drained",
+    "gateway: workers_lost",
     "hello rejected",
     "kv frame corrupted",
     "kv frame lost",
@@ -38,12 +55,14 @@ SOMETIMES = (
     "kv frame truncated",
     "preempted",
     "refused: context_length_exceeded",
+    "refused: kv_cache_exceeded",
+    "refused: no_workers",
     "refused: queue_full",
+    "slow reader let go",
     "stale message",
     "stop string",
-    "zombie",
 )
-"""Names (``Kernel.sometimes``) that a sweep of some hundred seeds must have counted."""
+"""Names (``Kernel.sometimes``, and counters of the gateway's core) that a sweep of some hundred seeds must have counted."""
 
 
 class Struck:

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
 from relay.ids import WorkerKey
-from relay.protocol.framing import FrameDecoder, FramingError, encode
-from relay.protocol.messages import GatewayToEngine, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import GatewayToEngine, Hello, Message, Role, Welcome
 from relay.sim.backend import LAYERS, LAYOUT, POISON, PROGRAM, EngineCrash, EngineHang, HashBackend
+from relay.sim.gateway_links import SimGatewayLinks
 from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
-from relay.sim.network import Network, Side
+from relay.sim.network import Network
 from relay.sim.process import Process
 from relay.sim.swarm import Swarm
 from relay.transfer.contract import Identity, ReceiveCompleted
 from relay.worker.commands import (
     AbortTransfer,
+    CloseGateway,
     Command,
     Exit,
     ForgetUnsent,
@@ -32,7 +33,15 @@ from relay.worker.commands import (
     StartStep,
 )
 from relay.worker.core import WorkerCore
-from relay.worker.events import DrainRequested, Event, GatewayLost, OrderReceived, StepFinished, TimerFired
+from relay.worker.events import (
+    DrainRequested,
+    Event,
+    GatewayConnected,
+    GatewayLost,
+    OrderReceived,
+    StepFinished,
+    TimerFired,
+)
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
 
@@ -93,25 +102,37 @@ class EngineProcess(Process):
         self.begun: dict[tuple[int, int, int], None] = {}  # attempts that it was ever told of, for checkers
         self._turn_due = False
         self._timers: dict[str, int] = {}
-        self._decoder = FrameDecoder(GatewayToEngine)
-        self._side: Side | None = None
-        network.dial(key.worker, "engine", "gateway", self.guard(self._dialled))
+        self._links = SimGatewayLinks(
+            network,
+            self,
+            key.worker,
+            "engine",
+            swarm.gateways,
+            GatewayToEngine,
+            self._hello,
+            self._welcomed,
+            self._ordered,
+            self._gateway_lost,
+        )
         self.after(TICK_NS, self._tick)
 
     def now_ns(self) -> int:
         """This process's clock."""
         return self.kernel.now_ns
 
+    @property
+    def busy(self) -> bool:
+        """It holds or computes something."""
+        core = self.core
+        if len(core.held) or len(core.orphans) or self.transport.open_transfers():
+            return True
+        return self.scheduler.has_work()
+
     # --- the gateway ----------------------------------------------------------------------------------------------
 
-    def _dialled(self, result: Side | str) -> None:
-        if isinstance(result, str):
-            self.end(7, None)
-            return
-        self._side = result
-        result.on_data, result.on_close = self.guard(self._data), self.guard(self._gateway_lost)
+    def _hello(self) -> Hello:
         limits = self._swarm.scheduler
-        hello = Hello(
+        return Hello(
             process="engine",
             worker=self.key.worker,
             incarnation=self.key.incarnation,
@@ -124,23 +145,17 @@ class EngineProcess(Process):
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            orphans=self.core.orphans.keys(),
         )
-        result.send(encode(hello))
 
-    def _data(self, data: bytes) -> None:
-        try:
-            messages: list[Message] = self._decoder.feed(data)
-        except FramingError as error:
-            self._gateway_lost(str(error))
-            return
-        for message in messages:
-            if isinstance(message, Rejected):
-                self.post(GatewayLost(0, f"refused: {message.reason}"))
-            elif not isinstance(message, Welcome):
-                self.post(OrderReceived(0, message))  # type: ignore[arg-type] # the decoder's union
+    def _welcomed(self, connection: int, welcome: Welcome) -> None:
+        self.post(GatewayConnected(connection, welcome.gateway, welcome.epoch))
 
-    def _gateway_lost(self, reason: str) -> None:
-        self.post(GatewayLost(0, reason))
+    def _ordered(self, connection: int, message: Message) -> None:
+        self.post(OrderReceived(connection, message))  # type: ignore[arg-type] # the decoder's union
+
+    def _gateway_lost(self, connection: int, reason: str) -> None:
+        self.post(GatewayLost(connection, reason))
 
     def sigterm(self) -> None:
         self.run(self.post, DrainRequested())
@@ -182,9 +197,10 @@ class EngineProcess(Process):
         transport = self.transport
         for command in commands:
             match command:
-                case SendToGateway(_, message):
-                    if self._side is not None:
-                        self._side.send(encode(message))
+                case SendToGateway(gateway, message):
+                    self._links.send(gateway, message)
+                case CloseGateway(gateway):
+                    self._links.close(gateway)
                 case StartStep():
                     self._queue.append(command)
                     self._begin_step()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from relay.sim.gateway import HOST
+from relay.sim.outages import OUTAGES
 from relay.sim.strangers import visit
 from relay.sim.swarm import MS
 from relay.sim.worker import WorkerNode
@@ -132,18 +132,23 @@ def _partition(world: "World", pairs: list[tuple[str, str]]) -> bool:
 
 
 def _partition_from_gateway(world: "World") -> bool:
-    node = _pick(world)
-    return node is not None and _partition(world, [(HOST, node.key.worker)])
+    node, host = _pick(world), _gateway_host(world)
+    return node is not None and _partition(world, [(host, node.key.worker)])
 
 
 def _partition_to_gateway(world: "World") -> bool:
-    node = _pick(world)
-    return node is not None and _partition(world, [(node.key.worker, HOST)])
+    node, host = _pick(world), _gateway_host(world)
+    return node is not None and _partition(world, [(node.key.worker, host)])
 
 
 def _partition_full(world: "World") -> bool:
-    node = _pick(world)
-    return node is not None and _partition(world, [(node.key.worker, HOST), (HOST, node.key.worker)])
+    node, host = _pick(world), _gateway_host(world)
+    return node is not None and _partition(world, [(node.key.worker, host), (host, node.key.worker)])
+
+
+def _gateway_host(world: "World") -> str:
+    hosts = world.swarm.gateways
+    return hosts[world.kernel.tape.below(len(hosts), "gateway") if len(hosts) > 1 else 0]
 
 
 def _partition_kv(world: "World") -> bool:
@@ -199,11 +204,25 @@ def _kv_repeat(world: "World") -> bool:
 
 
 def _gateway_stall(world: "World") -> bool:
-    if world.gateway.stopped:
+    awake = [gateway for gateway in world.gateways.values() if gateway.alive and not gateway.stopped]
+    if not awake:
         return False
-    world.harm("", "gateway stalls")
-    world.gateway.stop()
-    world.until_healed(world.kernel.tape.between(1, STALL_MS, "stall ms") * MS, "", world.gateway.thaw)
+    gateway = world.kernel.tape.of(awake, "gateway") if len(awake) > 1 else awake[0]
+    world.harm("", f"{gateway.host} stalls")
+    gateway.stop()
+    world.until_healed(world.kernel.tape.between(1, STALL_MS, "stall ms") * MS, "", gateway.thaw)
+    return True
+
+
+def _kill_gateway(world: "World") -> bool:
+    """A gateway dies with all it knows; another life of it comes later. With one gateway everything would end."""
+    alive = [gateway for gateway in world.gateways.values() if gateway.alive]
+    if len(world.swarm.gateways) == 1 or not alive:
+        return False
+    gateway = world.kernel.tape.of(alive, "gateway")
+    world.harm("", f"{gateway.host} is killed")
+    world.supervisor.kill(gateway)
+    world.until_healed(_outage_ns(world), "", lambda: world.supervisor.start(gateway.host))
     return True
 
 
@@ -268,5 +287,7 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "drain": _drain,
     "step_error": _step_error,
     "new_numerics": _new_numerics,
+    "kill_gateway": _kill_gateway,
     "stranger": visit,
+    **OUTAGES,
 }

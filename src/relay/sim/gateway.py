@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from relay.control import commands as c
@@ -66,31 +67,51 @@ class _Connection:
 
 
 class GatewayNode(Process):
-    """``execute`` gets the commands that concern clients and the launcher; ``observe`` brackets every event for the checkers."""
+    """One life of one gateway. ``execute`` gets the commands that concern clients and the launcher.
+
+    ``before`` and ``observe`` bracket every event for the checkers.
+    """
 
     def __init__(
         self,
         kernel: Kernel,
         network: Network,
         swarm: Swarm,
-        execute: Callable[[c.Command], None],
-        before: Callable[[e.Event], None],
-        observe: Callable[[e.Event, list[c.Command]], None],
+        host: str,
+        epoch: int,
+        execute: "Callable[[GatewayNode, c.Command], None]",
+        before: "Callable[[GatewayNode, e.Event], None]",
+        observe: "Callable[[GatewayNode, e.Event, list[c.Command]], None]",
     ) -> None:
         super().__init__(kernel)
+        self.host = host
+        self._network = network
+        several = len(swarm.gateways) > 1
+        control = replace(
+            swarm.control, gateway=host, epoch=epoch, shared_workers=several, was_complete=epoch > len(swarm.gateways)
+        )
         model = ModelInfo("hash", MODEL_DIGEST, "", VOCAB, swarm.scheduler.max_model_len, 0, (0,))
-        self.core = GatewayCore(swarm.control, model, swarm.slots)
+        self.core = GatewayCore(control, model, swarm.slots)
         self.connections: dict[int, _Connection] = {}
         self._bound: dict[tuple[WorkerKey, str], _Connection] = {}
         self.timers: dict[e.TimerKey, int] = {}
         self.heard_ns: dict[WorkerKey, int] = {}  # last heartbeat that arrived, for checkers
+        self.spoke_ns: dict[WorkerKey, int] = {}  # last message of either process
         self.frozen_ns: dict[WorkerKey, int] = {}  # since when heartbeats say that the engine is stopped
         self._pending: deque[c.Command] = deque()
         self._executing = False
         self._execute = execute
         self._before = before
         self._observe = observe
-        network.listen(HOST, HOST, self._accept_side)
+        network.listen(host, host, self._accept_side)
+
+    def kill(self) -> None:
+        """SIGKILL: the kernel closes its sockets."""
+        self.die()
+        self._network.unlisten(self.host)
+        for kind in ("agent", "engine"):
+            for side in self._network.connections_of(self.host, kind):
+                side.close()
 
     def _accept_side(self, side: Side) -> None:
         connection = _Connection(self, side)
@@ -99,7 +120,9 @@ class GatewayNode(Process):
     def handle(self, event: e.Event) -> list[c.Command]:
         """Let the core handle ``event`` and carry out what it wants done."""
         self.kernel.events += 1
-        self._before(event)
+        self._before(self, event)
+        if type(event) is e.WorkerMessage:
+            self.spoke_ns[event.worker] = self.kernel.now_ns
         if type(event) is e.WorkerMessage and type(event.message) is Heartbeat:
             self.heard_ns[event.worker] = self.kernel.now_ns
             if event.message.engine_state == "T":
@@ -107,11 +130,11 @@ class GatewayNode(Process):
             else:
                 self.frozen_ns.pop(event.worker, None)
         commands = self.core.handle(event, self.kernel.now_ns)
-        self._observe(event, commands)
+        self._observe(self, event, commands)
         self._pending += commands
         if not self._executing:
             self._executing = True
-            while self._pending:
+            while self._pending and self.alive:
                 self._carry_out(self._pending.popleft())
             self._executing = False
         return commands
@@ -124,8 +147,9 @@ class GatewayNode(Process):
     def lost(self, connection: _Connection, reason: str) -> None:
         worker = connection.worker
         if worker is not None:
-            if self._bound.get((worker, connection.process)) is connection:
-                del self._bound[worker, connection.process]
+            if self._bound.get((worker, connection.process)) is not connection:
+                return
+            del self._bound[worker, connection.process]
             self.handle(e.ConnectionLost(worker, connection.process, reason))
 
     def _carry_out(self, command: c.Command) -> None:
@@ -141,7 +165,8 @@ class GatewayNode(Process):
                     return
                 connection.worker, connection.process = worker, process
                 self._bound[worker, process] = connection
-                connection.send(Welcome(protocol=PROTOCOL_MAX))
+                config = self.core.state.config
+                connection.send(Welcome(protocol=PROTOCOL_MAX, gateway=config.gateway, epoch=config.epoch))
             case c.RejectConnection(number, reason):
                 self.kernel.sometimes("hello rejected")
                 connection = self.connections.get(number)
@@ -159,7 +184,7 @@ class GatewayNode(Process):
             case c.CancelTimer(key):
                 self.timers.pop(key, None)
             case _:
-                self._execute(command)
+                self._execute(self, command)
 
     def _send(self, worker: WorkerKey, process: str, message: Message) -> None:
         connection = self._bound.get((worker, process))

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from relay.config import SECOND
 from relay.control.contract import RequestFailure
 from relay.sim.clients import Client
 from relay.sim.kernel import Violation
@@ -23,7 +24,9 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             "context_length_exceeded": total > world.swarm.scheduler.max_model_len,
             "kv_cache_exceeded": total > world.swarm.kv_tokens,
             "queue_full": True,
-            "no_workers": disturbed or not any(node.running for node in world.workers.values()),
+            "no_workers": disturbed
+            or _crash_looping(world)
+            or not any(node.running for node in world.workers.values()),
         }.get(code, False)
     else:
         fine = {
@@ -31,7 +34,8 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             and world.kernel.now_ns >= client.submission.deadline_ns,
             # To the gateway a crash that was injected looks like any other.
             "quarantined": client.expectation.poison or world.faults["crash_engine"] > 0,
-            "numerics_changed": len(world.numerics) > 1,
+            # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it.
+            "numerics_changed": len(world.numerics) > 1 and (world.num_faults > 0 or len(world.swarm.slots) == 1),
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
             "token_disagreement": world.wrong_machines > 0,
@@ -42,3 +46,11 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
         raise Violation(
             name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}"
         )
+
+
+def _crash_looping(world: "World") -> bool:
+    """Whether faults and poison may have ended workers so often that none counts as starting, until one is stable."""
+    restart = world.swarm.control.restart
+    memory_s = restart.stable_after_s + restart.max_delay_s + world.swarm.control.detector.start_deadline_s
+    recent = world.kernel.now_ns - world.last_fault_ns <= int(memory_s * SECOND)
+    return recent and world.num_faults + world.poison_crashes >= restart.crash_loop_failures

@@ -14,7 +14,7 @@ TRACE_CALLS = 4096  # hashed at once
 
 
 class Violation(Exception):
-    """An invariant does not hold. ``invariant`` is its name in ``checkers.STATEMENTS``."""
+    """An invariant does not hold. ``invariant`` is its name in ``invariants.STATEMENTS``."""
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")
@@ -31,7 +31,9 @@ class Kernel:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.now_ns = 0
+        self.now_ns = self.origin_ns = 0
+        self.wall_ns = 1_700_000_000_000_000_000  # what the wall clock is ahead of ``now_ns``
+        self.wall_readers: dict[str, None] = {}  # who has looked at it
         self.calls = 0
         self.events = 0
         self.counts: Counter[str] = Counter()  # sometimes(name)
@@ -42,6 +44,10 @@ class Kernel:
         self._times = array("q")
         self._names: list[str] = []
         self._witnessed: list[bytes] = []
+
+    def begin(self, origin_ns: int) -> None:
+        """The monotonic clock of this machine stands at ``origin_ns``. Nothing may depend on it: traces count from there."""
+        self.now_ns = self.origin_ns = origin_ns
 
     def at(self, time_ns: int, handler: Callable[..., None], *arguments: Any) -> None:
         """Call ``handler`` at ``time_ns``, after everything scheduled earlier for that moment."""
@@ -59,7 +65,7 @@ class Kernel:
             return False
         self.now_ns, _, handler, arguments = heappop(self._heap)
         self.calls += 1
-        self._times.append(self.now_ns)
+        self._times.append(self.now_ns - self.origin_ns)
         self._names.append(handler.__name__)
         if len(self._times) >= TRACE_CALLS:
             self._hash()
@@ -92,7 +98,7 @@ class Kernel:
 
     def tell(self, text: str, *arguments: object) -> None:
         """A line of the story; formatted only when the story is told."""
-        self._story.append((self.now_ns, text, arguments))
+        self._story.append((self.now_ns - self.origin_ns, text, arguments))
 
     def story(self) -> list[tuple[int, str]]:
         """The last lines with their times, oldest first."""

@@ -271,7 +271,7 @@ class InboundLink:
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
-        reception.heard_on(cast(Any, self), header.kind)
+        reception.heard_on(cast(Any, self), header)
         table.settle(reception)
 
     def _lost(self, reason: str) -> None:

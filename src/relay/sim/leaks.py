@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from relay.control.transitions import WorkerState
 from relay.sim.engine import EngineProcess
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 
 if TYPE_CHECKING:
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 def no_leaks(world: "World") -> None:
     """No request, sequence, block, transfer, promise, timer or older life is left."""
-    _gateway(world)
+    for gateway in world.gateways.values():
+        _gateway(world, gateway)
     for node in world.workers.values():
         if node.running is not None:
             _engine(node.running)
@@ -21,8 +23,8 @@ def no_leaks(world: "World") -> None:
             raise Violation("I12", f"{zombie.key} still lives beside its successor")
 
 
-def _gateway(world: "World") -> None:
-    state = world.gateway.core.state
+def _gateway(world: "World", gateway: GatewayNode) -> None:
+    state = gateway.core.state
     if not world.num_faults and not world.poison_crashes:
         for counter in ("resumed", "hedges"):
             if state.counters[counter]:
@@ -36,7 +38,7 @@ def _gateway(world: "World") -> None:
             raise Violation("I12", f"{worker.id} is {worker.state.value} after the healing")
         if worker.live or worker.promises or worker.expected:
             raise Violation("I8", f"the gateway still expects something of {worker.id}")
-    extra = [key for key in world.gateway.timers if key[0] != "tick"]
+    extra = [key for key in gateway.timers if key[0] != "tick"]
     if extra:
         raise Violation("I8", f"the gateway still has timers {extra}")
 
@@ -44,7 +46,7 @@ def _gateway(world: "World") -> None:
 def _engine(engine: EngineProcess) -> None:
     load = engine.scheduler.load()
     name, held = engine.key.worker, engine.core.held
-    if len(held) or load.kv_used or load.running or load.waiting:
+    if len(held) or len(engine.core.orphans) or load.kv_used or load.running or load.waiting:
         raise Violation("I8", f"{name} still holds {list(held.by_key)}: {load}")
     if held.by_slot or held.by_transfer:
         raise Violation(

@@ -13,6 +13,7 @@ from relay.transfer.frame import Kind
 USER_TIMEOUT_NS = 3_000_000_000  # TCP_USER_TIMEOUT and keepalive of the production sockets
 CONNECT_TIMEOUT_NS = 3_000_000_000
 MICROSECOND = 1_000
+REPEAT_NS = 50_000_000  # within which a repeated control message comes
 KIND_AT = 5  # in a KV frame: magic, version, kind
 
 
@@ -32,6 +33,7 @@ class Side:
         self.ending = ""  # why no more will come after ``under_way``; empty: more may
         self.last_arrival_ns = 0
         self.held_since_ns = 0
+        self.severed = False  # nothing crosses any more, and nobody has been told
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the peer. On a connection that has ended they vanish."""
@@ -66,6 +68,7 @@ class Network:
         self.truncate_next_kv = 0
         self.lose_next_kv = 0
         self.repeat_next_kv = 0
+        self.repeat_next_control: dict[str, int] = {}  # host → messages of it that will come twice
         self._blocked: dict[tuple[str, str], int] = {}  # (from, to) → partitions that cover it
         self._listeners: dict[str, tuple[str, Callable[[Side], None]]] = {}
         self.sides: dict[int, Side] = {}
@@ -136,6 +139,13 @@ class Network:
 
     def carry(self, side: Side, data: bytes) -> None:
         tape = self._kernel.tape
+        if side.severed:
+            return
+        if side.kind in ("agent", "engine") and self.repeat_next_control.get(side.host):
+            self.repeat_next_control[side.host] -= 1
+            self._kernel.after(
+                tape.below(REPEAT_NS // MICROSECOND, "repeat us") * MICROSECOND, self._repeat, side, data
+            )
         if side.kind == "kv":
             if data[KIND_AT] == Kind.KV and (self.lose_next_kv or self.repeat_next_kv):
                 if self.lose_next_kv:  # not TCP's doing; what must not be trusted is that all frames came
@@ -168,6 +178,28 @@ class Network:
             data = data[at:]
         self._put(side, data)
 
+    def _repeat(self, side: Side, data: bytes) -> None:
+        if side.open and not side.ending and not side.severed:
+            self._kernel.sometimes("control message repeated")
+            self._put(side, data)
+
+    def sever(self, side: Side) -> int:
+        """The connection is dead on its way. Each end is told when its own time-out is over; returns when both are, from now."""
+        told_ns = 0
+        for end in (side, side.peer):
+            if not end.severed:
+                end.severed = True
+                end.under_way.clear()
+                after_ns = USER_TIMEOUT_NS + self._kernel.tape.below(1000, "keepalive ms") * 1000 * MICROSECOND
+                self._kernel.after(after_ns, self._closed, end, "timed out")
+                told_ns = max(told_ns, after_ns)
+        return told_ns
+
+    def tell(self, side: Side) -> None:
+        """Both ends of a severed connection find out now."""
+        for end in (side, side.peer):
+            self._closed(end, "timed out")
+
     def _put(self, side: Side, data: bytes) -> None:
         side.under_way.append(data)
         self._schedule(side)
@@ -178,7 +210,7 @@ class Network:
 
     def arrive(self, side: Side) -> None:
         """The oldest bytes from ``side`` (or its end) reach the peer."""
-        if not side.under_way and not side.ending:
+        if side.severed or (not side.under_way and not side.ending):
             return
         if self.blocked(side.host, side.peer.host):
             if not side.held_since_ns:
@@ -198,10 +230,13 @@ class Network:
         """Nothing follows what ``side`` has under way."""
         if not side.ending:
             side.ending = reason
-            self._schedule(side)
+            if not side.severed:
+                self._schedule(side)
 
     def cut(self, side: Side, reason: str) -> None:
         """The connection fails: a part of what is under way still arrives, the rest is lost, both ends are told."""
+        if side.severed:
+            return
         for end in (side, side.peer):
             keep = self._kernel.tape.below(len(end.under_way) + 1, "cut after")
             while len(end.under_way) > keep:
@@ -215,7 +250,7 @@ class Network:
 
     def give_up(self, side: Side, since_ns: int) -> None:
         """Bytes of ``side`` were held back too long: both ends see a time-out."""
-        if side.held_since_ns != since_ns:
+        if side.held_since_ns != since_ns or side.severed:
             return
         side.under_way.clear()
         side.peer.under_way.clear()
@@ -232,6 +267,10 @@ class Network:
             self.end(side, "EOF")
         if was_open:
             side.on_close(reason)
+
+    def sides_of(self, host: str) -> list[Side]:
+        """Open sides at ``host`` of all its connections."""
+        return [side for side in self.sides.values() if side.host == host and side.open]
 
     def connections_of(self, host: str, kind: str) -> list[Side]:
         """Open sides at ``host`` of connections of one kind."""

@@ -2,13 +2,15 @@
 
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from relay.sim.checkers import STATEMENTS
+from relay.sim.invariants import STATEMENTS
 from relay.sim.kernel import Violation
 from relay.sim.swarm import Swarm
 from relay.sim.tape import Edits, ForeignTape, Tape
+from relay.sim.wall_clock import watched
 from relay.sim.world import World, fault_counts
 
 STORY_LINES = 34  # a whole report has at most 40 lines
@@ -96,10 +98,13 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
     started = time.process_time()
     try:
         world = World(tape, script.swarm if script else None)
-        if script is None:
-            world.run()
-        else:
-            script.run(world)
+        with watched(world.kernel):
+            if script is None:
+                world.run()
+            else:
+                script.run(world)
+        if world.kernel.wall_readers:
+            raise Violation("I14", f"the wall clock was read at {', '.join(world.kernel.wall_readers)}")
     except ForeignTape:
         raise
     except Violation as violation:
@@ -111,12 +116,15 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
     kernel = world.kernel
+    counters: Counter[str] = Counter()
+    for node in world.gateways.values():
+        counters.update(node.core.state.counters)
     return Run(
         seed=tape.seed,
         events=kernel.events,
         requests=len(world.clients),
         faults=fault_counts(world),
-        counts=dict(kernel.counts),
+        counts={**kernel.counts, **{f"gateway: {name}": count for name, count in counters.items() if count}},
         cells={f"{fault}/{moment}": count for (fault, moment), count in world.struck.cells.items()},
         trace_hash=kernel.trace_hash,
         failure=failure,
@@ -135,7 +143,7 @@ def _failure(tape: Tape, world: World | None, invariant: str, text: str, scenari
         seed=tape.seed,
         invariant=invariant,
         text=text,
-        now_ns=kernel.now_ns if kernel else 0,
+        now_ns=kernel.now_ns - kernel.origin_ns if kernel else 0,
         events=kernel.events if kernel else 0,
         story=world.story(STORY_LINES) if world else [],
         edits=tape.edits,

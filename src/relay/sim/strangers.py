@@ -15,7 +15,7 @@ from relay.protocol.messages import PROTOCOL_MAX, SequenceFailed, TokenEntry, To
 from relay.protocol.messages import Hello as ControlHello
 from relay.sim.backend import LAYOUT
 from relay.sim.engine import MODEL_DIGEST, EngineProcess
-from relay.sim.gateway import HOST as GATEWAY
+from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 from relay.sim.kv_link import frame, hello_frame
 from relay.sim.network import Side
@@ -39,12 +39,16 @@ def visit(world: "World") -> bool:
         return False
     engine = tape.of(engines, "visited")
     world.struck.hosts(engine.key.worker)
-    if tape.below(2, "listener"):
-        way = tape.of(tuple(_TO_GATEWAY), "way")
-        speech, kind, address = _TO_GATEWAY[way](world, engine), "engine", GATEWAY
+    call(world, engine, tape.of(tuple(TO_GATEWAY) if tape.below(2, "listener") else tuple(TO_ENGINE), "way"))
+    return True
+
+
+def call(world: "World", engine: EngineProcess, way: str) -> None:
+    """Somebody calls the gateway, or the KV listener of ``engine``, in this ``way``."""
+    if way in TO_GATEWAY:
+        speech, kind, address = TO_GATEWAY[way](world, engine), "engine", world.gateway.host
     else:
-        way = tape.of(tuple(_TO_ENGINE), "way")
-        speech, kind, address = _TO_ENGINE[way](engine), "kv", engine.transport.addresses[0]
+        speech, kind, address = TO_ENGINE[way](engine), "kv", engine.transport.addresses[0]
     world.kernel.sometimes(f"stranger: {way}")
     world.kernel.tell("a stranger calls {}: {}", address, way)
 
@@ -56,7 +60,6 @@ def visit(world: "World") -> bool:
             world.kernel.after(PATIENCE_NS, side.close)
 
     world.network.dial(HOST, kind, address, dialled)
-    return True
 
 
 def _not_interested(argument: object) -> None:
@@ -92,7 +95,7 @@ def _words_about_everybody(world: "World") -> list[bytes]:
     return words
 
 
-_TO_GATEWAY: dict[str, Callable[["World", EngineProcess], list[bytes]]] = {
+TO_GATEWAY: dict[str, Callable[["World", EngineProcess], list[bytes]]] = {
     "garbage": lambda world, engine: [GARBAGE],
     "silence": lambda world, engine: [],
     "an oversized frame": lambda world, engine: [(MAX_FRAME_BYTES + 1).to_bytes(4, "little"), GARBAGE],
@@ -117,28 +120,29 @@ class StrangerWatch:
         self._world = world
         self._before: list[tuple[object, ...]] | None = None
 
-    def before(self, event: e.Event) -> None:
-        self._before = self._workers() if type(event) is e.WorkerConnected and self._strange(event) else None
+    def before(self, node: GatewayNode, event: e.Event) -> None:
+        self._before = _workers(node) if type(event) is e.WorkerConnected and self._strange(event) else None
 
-    def after(self, event: e.Event, commands: list[c.Command]) -> None:
+    def after(self, node: GatewayNode, event: e.Event, commands: list[c.Command]) -> None:
         if self._before is None:
             return
         let_in = [command for command in commands if not isinstance(command, c.RejectConnection)]
         if let_in:
             raise Violation("I18", f"a stranger's hello leads to {let_in[0]}")
-        if self._before != self._workers():
+        if self._before != _workers(node):
             raise Violation("I18", "a stranger's hello changes what the gateway knows of its workers")
 
     def _strange(self, event: e.WorkerConnected) -> bool:
         side = self._world.network.sides.get(event.connection)
         return side is not None and side.peer.host == HOST
 
-    def _workers(self) -> list[tuple[object, ...]]:
-        workers = self._world.gateway.core.state.workers.values()
-        return [
-            (w.state, w.incarnation, w.agent, w.engine, w.agent_open, w.engine_open, w.heard_ns, w.kv_tokens)
-            for w in workers
-        ]
+
+def _workers(node: GatewayNode) -> list[tuple[object, ...]]:
+    """All that a hello may change."""
+    return [
+        (w.state, w.incarnation, w.agent, w.engine, w.agent_open, w.engine_open, w.heard_ns, w.kv_tokens)
+        for w in node.core.state.workers.values()
+    ]
 
 
 # --- at an engine's KV listener ---------------------------------------------------------------------------------------
@@ -179,25 +183,25 @@ def _forgeries(receiver: Receiver, epoch: int, attempt: int) -> list[bytes]:
     return found
 
 
-def _pretend(engine: EngineProcess, older_life: int, older_attempt: int) -> list[bytes]:
-    """Somebody speaks for the source of an open reception."""
+def _pretend(engine: EngineProcess, older_life: int, older_attempt: int, **changes: object) -> list[bytes]:
+    """Somebody speaks for the source of an open reception; ``changes`` make its hello a wrong one."""
     for receiver in engine.transport.receivers():
         order = receiver.order
         epoch = order.source_incarnation - older_life
         return [
-            _greeting(engine, worker=order.source, incarnation=epoch),
+            _greeting(engine, worker=order.source, incarnation=epoch, **changes),
             *_forgeries(receiver, epoch, order.attempt - older_attempt),
         ]
-    return [_greeting(engine)]
+    return [_greeting(engine, **changes)]
 
 
-_TO_ENGINE: dict[str, Callable[[EngineProcess], list[bytes]]] = {
+TO_ENGINE: dict[str, Callable[[EngineProcess], list[bytes]]] = {
     "KV garbage": lambda engine: [GARBAGE],
     "KV silence": lambda engine: [],
     "KV before a hello": lambda engine: [f for r in engine.transport.receivers() for f in _forgeries(r, 1, 1)],
-    "KV of another model": lambda engine: [_greeting(engine, model_digest="other"), GARBAGE],
-    "KV of other numerics": lambda engine: [_greeting(engine, numerics_id="other"), GARBAGE],
-    "KV of another layout": lambda engine: [_greeting(engine, layout=Layout(9, 1, 2, "float32")), GARBAGE],
+    "KV of another model": lambda engine: _pretend(engine, 0, 0, model_digest="other"),
+    "KV of other numerics": lambda engine: _pretend(engine, 0, 0, numerics_id="other"),
+    "KV of another layout": lambda engine: _pretend(engine, 0, 0, layout=Layout(9, 1, 2, "float32")),
     "KV of nobody's transfer": lambda engine: [
         _greeting(engine),
         *[f for r in engine.transport.receivers() for f in _forgeries(r, 1, r.order.attempt)],

@@ -43,9 +43,31 @@ FAULTS = (
     "drain",
     "step_error",
     "new_numerics",
+    "kill_gateway",
     "stranger",
+    "control_repeat",
+    "half_open",
+    "vanish",
+    "flap",
+    "crash_loop",
+    "restart_storm",
+    "registry_blip",
+    "drain_order",
+    "rolling_restart",
+    "rolling_upgrade",
+    "clock_jump",
+    "slow_reader",
+    "client_retry",
 )
-HARMLESS = ("stranger",)  # nothing may fail because of these
+HARMLESS = (
+    "stranger",
+    "drain_order",
+    "rolling_restart",
+    "rolling_upgrade",
+    "clock_jump",
+    "slow_reader",
+    "client_retry",
+)  # nothing may fail because of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +90,10 @@ class Swarm:
     mean_arrival_ms: int
     requests: int
     chaos_ms: int
+    clock_ns: int  # where the monotonic clock stands at the beginning
     poison: int  # requests that crash every engine
     poison_hangs: bool = False  # or keep its step from ending
+    gateways: tuple[str, ...] = ("gateway",)
 
     @property
     def kv_tokens(self) -> int:
@@ -89,7 +113,9 @@ def draw(tape: Tape) -> Swarm:
     # One run in eight has none that may excuse anything; each kind is on in about a third of the others, so single kinds occur.
     harmless = tape.below(8, "faultless") == 0
     faults = HARMLESS if harmless else tuple([kind for kind in FAULTS if tape.chance(330, kind)])
+    gateways = tuple([f"gateway-{index}" for index in range(of((1, 1, 2, 3), "gateways"))])
     return Swarm(
+        gateways=gateways if len(gateways) > 1 else ("gateway",),
         slots=tuple(slots),
         control=_control(tape),
         scheduler=_scheduler(tape),
@@ -98,6 +124,7 @@ def draw(tape: Tape) -> Swarm:
             retry_after_ms=of((10, 250), "retry_after_ms"),
             report_interval_ns=of((5, 50), "report_ms") * MS,
             drain_timeout_ns=of((100, 1000, 30_000), "drain_ms") * MS,
+            orphan_hold_ns=of((50, 300, 2000), "hold_ms") * MS if len(gateways) > 1 else 0,
         ),
         transfer=_transfer(tape),
         latency_ns=of((30_000, 200_000, 2_000_000), "latency"),
@@ -113,6 +140,7 @@ def draw(tape: Tape) -> Swarm:
         chaos_ms=of((300, 1000, 3000), "chaos_ms"),
         poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
         poison_hangs=tape.chance(300, "poison hangs"),
+        clock_ns=of((1, 3600, 1_000_000_000), "clock") * 1000 * MS,  # whole windows of the breakers
     )
 
 

@@ -14,6 +14,8 @@ from relay.sim.run import Failure, Run
 
 MAX_FAILURES = 5
 DIRECTED_SEEDS = 120  # tried for one cell
+EXTRA_SEEDS = 240  # for names that were never counted
+ROUND = 24  # of these
 
 Progress = Callable[[Run], None]
 
@@ -26,6 +28,7 @@ class Sweep:
     jobs: int
     seeds: int = 0
     directed: int = 0  # runs to fill cells, not counted in ``seeds``
+    extra: int = 0  # seeds after the last one, for names that were never counted; not counted in ``seeds`` either
     events: int = 0
     requests: int = 0
     cpu_s: float = 0.0  # of all processes
@@ -56,6 +59,7 @@ class Sweep:
             "zero_cells_named": [f"{fault}/{moment}" for fault, moment in self.zero_cells],
             "impossible_cells": len(coverage.IMPOSSIBLE),
             "directed_runs": self.directed,
+            "extra_seeds": self.extra,
             "trace_hash": self.trace_hash,
         }
 
@@ -137,22 +141,25 @@ def _fill(
     go_on: Callable[[], bool],
     progress: Progress | None,
 ) -> None:
-    """Directed runs, one seed after another, for the cells that are still zero.
+    """Directed runs, one seed after another, for the cells that are still zero; then more seeds for names that are.
 
-    Which those are depends on the results of whole rounds alone, so not on who was faster.
+    What is still zero depends on the results of whole rounds alone, so not on who was faster.
     """
-    for seed in range(DIRECTED_SEEDS):
-        cells = total.zero_cells
-        if not cells or not go_on():
-            return
+
+    def play(orders: list[Order]) -> int:
         runs: list[Run] = []
-
-        def told(order: Order, run: Run, runs: list[Run] = runs) -> None:
-            runs.append(run)
-
-        each(iter([Order(seed, directed(*cell)) for cell in cells]), told)
+        each(iter(orders), lambda order, run: runs.append(run))
         for run in runs:
-            total.directed += 1
             total.add(run)
             if progress is not None:
                 progress(run)
+        return len(runs)
+
+    for seed in range(DIRECTED_SEEDS):
+        cells = total.zero_cells
+        if not cells or not go_on():
+            break
+        total.directed += play([Order(seed, directed(*cell)) for cell in cells])
+    next_seed = total.first + total.seeds
+    while coverage.missing(total.counts) and total.extra < EXTRA_SEEDS and go_on():
+        total.extra += play([Order(next_seed + total.extra + number) for number in range(ROUND)])

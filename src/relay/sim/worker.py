@@ -5,17 +5,17 @@ from collections.abc import Callable
 import msgspec
 
 from relay.ids import WorkerKey
-from relay.protocol.framing import FrameDecoder, encode
-from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected, Role
+from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Message, Role, Welcome
 from relay.sim.engine import Ended, EngineProcess
+from relay.sim.gateway_links import SimGatewayLinks
 from relay.sim.kernel import Kernel
-from relay.sim.network import Network, Side
+from relay.sim.network import Network
 from relay.sim.process import Process
 from relay.sim.swarm import Swarm
 from relay.worker.agent import HEARTBEAT_NS
 from relay.worker.agent_loop import KILL_SIGNALS
 from relay.worker.events import Event
-from relay.worker.status_page import manifest_for
+from relay.worker.status_page import manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge
 
 EXIT_NS = 1_000_000  # from a process's end to the event that tells of it
@@ -39,6 +39,7 @@ class WorkerNode:
         launcher_exited: Callable[[WorkerKey, int | None, int | None, EngineExited | None], None],
         observe: Callable[[EngineProcess, Event | Ended], None],
         poisoned: Callable[[], None],
+        start_crashes: bool = False,
     ) -> None:
         self.key = key
         self.role = role
@@ -46,14 +47,31 @@ class WorkerNode:
         self._network = network
         self._launcher_exited = launcher_exited
         self._poisoned = poisoned
+        self._start_crashes = start_crashes
         self._last_word: EngineExited | None = None  # left with the launcher
         self.agent = Process(kernel)
         self.engine: EngineProcess | None = None
         self._terminations = 0
         self._step_age = StepAge(dict)
-        self._decoder = FrameDecoder(GatewayToAgent)
-        self._side: Side | None = None
-        network.dial(key.worker, "agent", "gateway", self.agent.guard(self._dialled))
+        self.exit: tuple[int | None, int | None, EngineExited | None] | None = (
+            None  # how its agent has ended, as its launcher knows it
+        )
+        self._hold_ns = swarm.worker.orphan_hold_ns
+        self._welcome: dict[int, None] = {}
+        self._beating = False
+        self._alone_since_ns: int | None = None
+        self._links = SimGatewayLinks(
+            network,
+            self.agent,
+            key.worker,
+            "agent",
+            swarm.gateways,
+            GatewayToAgent,
+            self._hello,
+            self._welcomed,
+            self._ordered,
+            self._gateway_lost,
+        )
         with kernel.tape.within(f"worker {key.worker} {key.incarnation}"):
             load_ns = kernel.tape.below(swarm.load_ms, "load ms") * 1_000_000
         self._boot: Callable[[], EngineProcess] = lambda: EngineProcess(
@@ -73,27 +91,27 @@ class WorkerNode:
     # --- the agent ------------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
+        if self._start_crashes:
+            self._kernel.sometimes("an engine crashed on its start")
+            self._send(EngineExited(status=1))
+            self._end_agent(1, None)
+            return
         self.engine = self._boot()
 
-    def _dialled(self, result: Side | str) -> None:
-        if isinstance(result, str):
-            self._gateway_lost(result)
-            return
-        self._side = result
-        result.on_data, result.on_close = self.agent.guard(self._data), self.agent.guard(self._gateway_lost)
-        self._send(
-            Hello(process="agent", worker=self.key.worker, incarnation=self.key.incarnation, pid=1, role=self.role)
-        )
-        self._beat()
+    def _hello(self) -> Hello:
+        key = self.key
+        return Hello(process="agent", worker=key.worker, incarnation=key.incarnation, pid=1, role=self.role)
 
-    def _data(self, data: bytes) -> None:
-        for message in self._decoder.feed(data):
-            self._kernel.events += 1
-            if isinstance(message, Rejected):
-                self._gateway_lost(message.reason)
-                return
-            if isinstance(message, Drain) and self.engine is not None:
-                self.engine.sigterm()
+    def _welcomed(self, connection: int, welcome: Welcome) -> None:
+        self._welcome[connection] = None
+        self._alone_since_ns = None
+        if not self._beating:
+            self._beating = True
+            self._beat()
+
+    def _ordered(self, connection: int, message: Message) -> None:
+        if isinstance(message, Drain) and self.engine is not None:
+            self.engine.sigterm()
 
     def _beat(self) -> None:
         self._kernel.events += 1
@@ -106,15 +124,23 @@ class WorkerNode:
             step, phase, age_ms = page.read(now_ns)
             age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
             rows = page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
-            self._send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, 0)))
+            self._send(Heartbeat(step, phase, age_ms, state, *manifest_of(rows)))
         self.agent.after(HEARTBEAT_NS, self._beat)
 
     def _send(self, message: msgspec.Struct) -> None:
-        if self._side is not None:
-            self._side.send(encode(message))
+        self._links.send(None, message)
 
-    def _gateway_lost(self, reason: str) -> None:
-        """Without a gateway the agent kills its engine and ends."""
+    def _gateway_lost(self, connection: int, reason: str) -> None:
+        self._welcome.pop(connection, None)
+        if self._welcome or self._alone_since_ns is not None:
+            return
+        self._alone_since_ns = self._kernel.now_ns
+        self.agent.after(self._hold_ns, self._leave_if_alone, self._kernel.now_ns)
+
+    def _leave_if_alone(self, since_ns: int) -> None:
+        """Without a gateway for too long the agent kills its engine and ends."""
+        if self._alone_since_ns != since_ns:
+            return
         if self.running is not None:
             self.running.end(None, 9)
         self._end_agent(1, None)
@@ -125,7 +151,7 @@ class WorkerNode:
     def _report_engine(self, status: int | None, signal: int | None) -> None:
         engine = self.engine
         assert engine is not None
-        message = EngineExited(status, signal, *manifest_for(engine.page.manifest(), 0))
+        message = EngineExited(status, signal, *manifest_of(engine.page.manifest()))
         self._send(message)
         if engine.poisoned:
             self._poisoned()
@@ -139,9 +165,17 @@ class WorkerNode:
         if not self.agent.alive:
             return
         self.agent.die()
+        self.exit = (status, signal, self._last_word)
         for side in self._network.connections_of(self.key.worker, "agent"):
             side.close()
         self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal, self._last_word)
+
+    def vanish(self, heard_after_ns: int) -> None:
+        """The machine is gone at once; its launcher hears of that later. Its connections were severed before."""
+        self.agent.die()
+        if self.running is not None:
+            self.running.end(None, 9)
+        self._kernel.after(heard_after_ns, self._launcher_exited, self.key, None, 9, None)
 
     # --- signals --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ class Workload:
     def __init__(self, tape: Tape, max_model_len: int) -> None:
         self._tape = tape
         self._max_model_len = max_model_len
+        self._num_keys = 0
         self._stems = [[tape.below(POISON, "stem token") for _ in range(STEM_TOKENS)] for _ in range(NUM_STEMS)]
 
     def prompt(self) -> list[int]:
@@ -48,9 +49,13 @@ class Workload:
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
         n = tape.of((1, 1, 1, 2, 3), "n")
-        return Submission(prompt, params, n, deadline_ns=deadline_ns)
+        return Submission(prompt, params, n, deadline_ns=deadline_ns, resume_key=self._key())
 
     def probe(self) -> Submission:
         """Sent after the healing: must finish."""
         params = SamplingParams(max_tokens=4, seed=self._tape.below(1 << 20, "probe seed"))
-        return Submission(self.prompt()[: self._max_model_len - 8], params)
+        return Submission(self.prompt()[: self._max_model_len - 8], params, resume_key=self._key())
+
+    def _key(self) -> bytes:
+        self._num_keys += 1
+        return self._num_keys.to_bytes(16, "little")

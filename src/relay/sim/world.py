@@ -9,19 +9,22 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.sim import plan
+from relay.sim import plan, poison
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
 from relay.sim.clients import Client, Expectation, Oracles
 from relay.sim.coverage import Struck
 from relay.sim.director import Director
+from relay.sim.disturbances import Disturbances
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.faults import inject
 from relay.sim.gateway import GatewayNode
 from relay.sim.judge import judge
 from relay.sim.kernel import Kernel, Violation
 from relay.sim.network import Network, Side
+from relay.sim.outages import unread
 from relay.sim.plan import Planned
+from relay.sim.supervisor import Supervisor
 from relay.sim.swarm import FAULTS, HARMLESS, MS, Swarm
 from relay.sim.tape import Tape
 from relay.sim.worker import WorkerNode
@@ -33,20 +36,20 @@ WARM_NS = 30 * SECOND
 LIVENESS_NS = 90 * SECOND
 QUIESCE_NS = 20 * SECOND
 PROBES = 3
-MAX_POISON_CRASHES = 3
 MAX_CALLS = 400_000  # of one run: more means that something goes in circles
 NUMERICS = "numerics-1"
 NEXT_NUMERICS = "numerics-2"
 
 
-class World:
+class World(Disturbances):
     """Owns everything; ``run`` plays it through and raises ``Violation``."""
 
     def __init__(self, tape: Tape, swarm: Swarm | None = None) -> None:
         """``swarm`` None: drawn from the tape."""
-        self.kernel = Kernel(tape)
+        super().__init__(Kernel(tape), lambda host: self.struck.hosts(host))
         with tape.within("swarm"):
             self.swarm = swarm or drawing.draw(tape)
+        self.kernel.begin(self.swarm.clock_ns)
         self.network = Network(self.kernel, self.swarm.latency_ns)
         self.network.split_per_mille = self.swarm.split_per_mille
         self.workers: dict[str, WorkerNode] = {}  # the present incarnation
@@ -54,18 +57,16 @@ class World:
         self.clients: dict[int, Client] = {}
         self.faults: Counter[str] = Counter()
         self.num_faults = 0
+        self.last_fault_ns = 0
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
+        self.crashing_starts: Counter[str] = Counter()  # worker → how many of its next starts crash
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
         self.stop_per_mille = 10  # of deliveries after which a stop string matches
         self.phase = "warm"
         self.complete = False
-        self._calm_ns: dict[str, int] = {}
-        self._heals: dict[int, tuple[Callable[[], None], tuple[str, ...]]] = {}
-        self._next_heal = 1
-        self._next_request = 1
         self._to_submit = 0
         self._open_client: Client | None = None  # one that was still open when last looked for
         self.oracles = Oracles(self.swarm.scheduler.max_model_len)
@@ -73,23 +74,28 @@ class World:
             self.workload = Workload(tape, self.swarm.scheduler.max_model_len)
         self.checkers = Checkers(self)
         self.struck = Struck(self)
-        self.preferred: tuple[list[str], list[int]] = (
-            [],
-            [],
-        )  # workers and requests that a directed fault is meant for
+        # workers and requests that a directed fault is meant for
+        self.preferred: tuple[list[str], list[int]] = ([], [])
         self.network.damaged = self._damaged
-        self.gateway = GatewayNode(
-            self.kernel,
-            self.network,
-            self.swarm,
-            self._execute,
-            self.checkers.before_gateway,
-            self.checkers.after_gateway,
-        )
+        self.supervisor = Supervisor(self)
+
+    @property
+    def gateways(self) -> dict[str, GatewayNode]:
+        """The present life of each."""
+        return self.supervisor.nodes
+
+    @property
+    def gateway(self) -> GatewayNode:
+        """The first one that lives (or would)."""
+        return next((node for node in self.gateways.values() if node.alive), self.gateways[self.swarm.gateways[0]])
 
     def story(self, lines: int) -> list[str]:
-        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
-        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        """The last ``lines`` lines of what happened and what the gateways decided, oldest first."""
+        told = self.kernel.story()
+        for host, node in self.gateways.items():
+            name = f"{host}, " if len(self.gateways) > 1 else ""
+            decided = node.core.state.story.everything()
+            told += [(at - self.kernel.origin_ns, f"{name}{text}") for at, text in decided]
         told.sort(key=lambda line: line[0])
         return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 
@@ -103,7 +109,8 @@ class World:
 
     def warm(self) -> None:
         """From nothing to a complete cluster."""
-        self.gateway.handle(e.Started())
+        for node in self.gateways.values():
+            node.handle(e.Started())
         self.kernel.after(AUDIT_NS, self._audit)
         self.until(lambda: self.complete, WARM_NS, "the cluster never became complete")
         self.phase = "chaos"
@@ -154,7 +161,9 @@ class World:
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
         states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
-        stories = [line for request in open_requests[:1] for line in self.gateway.core.story(request)[-5:]]
+        stories = [
+            line for r in open_requests[:1] for node in self.gateways.values() for line in node.core.story(r)[-5:]
+        ]
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
@@ -164,15 +173,13 @@ class World:
         return self._open_client is None
 
     def _all_ready(self) -> bool:
-        return all(worker.state is WorkerState.READY for worker in self.gateway.core.state.workers.values())
+        workers = [worker for node in self.gateways.values() for worker in node.core.state.workers.values()]
+        return all(worker.state is WorkerState.READY for worker in workers)
 
     def _quiet(self) -> bool:
-        if [key for key in self.gateway.timers if key[0] != "tick"] or not self._all_ready():
+        if not self._all_ready() or any(key[0] != "tick" for node in self.gateways.values() for key in node.timers):
             return False
-        engines = [node.running for node in self.workers.values()]
-        return not any(
-            e and (len(e.core.held) or e.transport.open_transfers() or e.scheduler.has_work()) for e in engines
-        )
+        return not any(node.running is not None and node.running.busy for node in self.workers.values())
 
     def _audit(self) -> None:
         self.checkers.audit()
@@ -182,17 +189,20 @@ class World:
 
     def _arrive(self, planned: Planned) -> None:
         self._to_submit -= 1
-        poison = planned.number <= self.swarm.poison and self.phase == "chaos"
-        self.num_poison += poison
+        poisonous = planned.number <= self.swarm.poison and self.phase == "chaos"
+        self.num_poison += poisonous
         with self.kernel.tape.within(planned.name):
-            submission = self.workload.submission(self.kernel.now_ns, poison)
-        self.gateway.run(self.submit, submission, Expectation(poison=poison, faults_before=self.num_faults))
+            submission = self.workload.submission(self.kernel.now_ns, poisonous)
+            alive = [node for node in self.gateways.values() if node.alive]
+            node = self.kernel.tape.of(alive, "gateway") if len(alive) > 1 else self.gateway
+        node.run(self.submit, submission, Expectation(poison=poisonous, faults_before=self.num_faults), node)
 
-    def submit(self, submission: Submission, expectation: Expectation) -> Client:
-        request = self._next_request
-        self._next_request += 1
+    def submit(self, submission: Submission, expectation: Expectation, node: GatewayNode | None = None) -> Client:
+        node = node or self.gateway
+        request = self.supervisor.new_request()
         client = Client(request, submission, expectation, self.oracles)
         client.begin(self.numerics)
+        client.gateway = node.host
         self.clients[request] = client
         params = submission.params
         self.kernel.tell(
@@ -202,23 +212,30 @@ class World:
             submission.n,
             params.max_tokens,
         )
-        self.gateway.handle(e.RequestSubmitted(request, submission))
+        node.handle(e.RequestSubmitted(request, submission))
         return client
 
     def disconnect(self, client: Client) -> None:
         self.struck.request(client.request)
         self.kernel.tell("request {}: client disconnects", client.request)
         client.cancelled = True
-        self.gateway.run(self.gateway.handle, e.RequestCancelled(client.request))
+        if client.gateway:
+            node = self.gateways[client.gateway]
+            node.run(node.handle, e.RequestCancelled(client.request))
 
-    def _execute(self, command: c.Command) -> None:
-        """What the gateway's core wants of clients and of the launcher."""
+    def execute(self, node: GatewayNode, command: c.Command) -> None:
+        """What a gateway's core wants of clients and of the launcher."""
         match command:
             case c.Deliver(request, delivery):
                 client = self.clients[request]
                 if client.open and delivery.choice not in client.stopped:
                     client.deliver(delivery)
-                    self._maybe_stop(client, delivery.choice)
+                    if client.unread is not None:
+                        unread(self, client, len(delivery.token_ids))
+                    self._maybe_stop(node, client, delivery.choice)
+            case c.Refuse(request, failure) if failure.retry_after_s and self.clients[request].returns:
+                self.kernel.sometimes("a client that came back was told to wait")
+                self.supervisor.send_back(self.clients[request])
             case c.Fail(request, failure) | c.Refuse(request, failure):
                 client = self.clients[request]
                 self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
@@ -229,26 +246,25 @@ class World:
                 if self.clients[request].open:
                     self.clients[request].end(None)
             case c.LaunchWorker(key, role, cause):
-                self._launch(key, role, cause)
+                self.supervisor.start_worker(node, key, role, cause)
             case c.StopWorker(key, kill):
-                self._stop(key, kill)
+                self._stop(node, key, kill)
             case c.ClusterReady():
                 self.complete = True
 
-    def _maybe_stop(self, client: Client, choice: int) -> None:
+    def _maybe_stop(self, node: GatewayNode, client: Client, choice: int) -> None:
         """Now and then a stop string matches in the text path."""
         if choice not in client.finished and self.kernel.tape.chance(self.stop_per_mille, "stop string"):
             self.kernel.sometimes("stop string")
             client.stopped[choice] = None
-            self.gateway.handle(e.ChoiceFinished(client.request, choice))
+            node.handle(e.ChoiceFinished(client.request, choice))
 
     # --- workers --------------------------------------------------------------------------------------------------
 
-    def _launch(self, key: WorkerKey, role: str, cause: str) -> None:
+    def launch(self, key: WorkerKey, role: str, cause: str) -> None:
         old = self.workers.get(key.worker)
         if old is not None and (old.alive or old.running is not None):
             self.zombies.append(old)
-            self.kernel.sometimes("zombie")
         self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
         self._calm(key.worker)
         self.workers[key.worker] = WorkerNode(
@@ -258,19 +274,16 @@ class World:
             key,
             role,  # type: ignore[arg-type]
             self.numerics[-1],
-            self.gateway.launcher_exited,
+            self.supervisor.exited,
             self._observe,
-            self.poisoned,
+            lambda: poison.taken(self),
+            start_crashes=self.crashing_starts[key.worker] > 0,
         )
+        self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
-    def _stop(self, key: WorkerKey, kill: bool) -> None:
-        worker = self.workers.get(key.worker)
-        engine = worker.running if worker is not None and worker.key == key else None
-        cause = self.gateway.core.state.workers[key.worker].last_cause
-        if kill and engine is not None and engine.hung and cause.startswith("no progress"):
-            engine.hung = False
-            self.kernel.sometimes("a hung engine is noticed")
-            self.poisoned()
+    def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool) -> None:
+        if kill:
+            poison.killed(self, gateway, key)
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
@@ -283,13 +296,6 @@ class World:
         if engine.scheduler.num_preemptions:
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
-
-    def poisoned(self) -> None:
-        """An engine is lost to a poison request (I11): three for each, whatever else happens."""
-        self.poison_crashes += 1
-        self.kernel.tell("the poison takes an engine, for the {}. time", self.poison_crashes)
-        if self.poison_crashes > MAX_POISON_CRASHES * self.num_poison:
-            raise Violation("I11", f"{self.num_poison} poison requests have taken {self.poison_crashes} engines")
 
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
@@ -313,7 +319,9 @@ class World:
         self.struck.end(kind, done)
         if done:
             self.faults[kind] += 1
-            self.num_faults += kind not in HARMLESS
+            if kind not in HARMLESS:
+                self.num_faults += 1
+                self.last_fault_ns = self.kernel.now_ns
             self.kernel.tell("{}: {}", name, kind)
         return done
 
@@ -328,56 +336,16 @@ class World:
     def prefer_clients(self, clients: list[Client]) -> list[Client]:
         return [client for client in clients if client.request in self.preferred[1]] or clients
 
-    def harm(self, host: str, text: str) -> None:
-        """Something happens to ``host`` ("": to all of them)."""
-        self.struck.hosts(host)
-        self.kernel.tell("{}: {}", host or "everybody", text)
-        self._calm(host)
-
-    def _calm(self, host: str) -> None:
-        self._calm_ns[host] = self.kernel.now_ns
-
-    def calm_since_ns(self, host: str) -> int:
-        """Since when nothing disturbs ``host``; now, if something does."""
-        if any(host in hosts or "" in hosts for _, hosts in self._heals.values()):
-            return self.kernel.now_ns
-        return max(self._calm_ns.get(host, 0), self._calm_ns.get("", 0))
-
-    def undisturbed_ns(self, host: str) -> int:
-        """For how long nothing has happened to ``host`` in particular."""
-        if any(host in hosts for _, hosts in self._heals.values()):
-            return 0
-        return self.kernel.now_ns - self._calm_ns.get(host, 0)
-
-    def until_healed(self, duration_ns: int, host: str, undo: Callable[[], None], other: str | None = None) -> None:
-        """Undo a lasting fault after ``duration_ns`` or when the world heals, whichever is first."""
-        number = self.lasting(undo, (host,) if other is None else (host, other))
-        self.kernel.after(duration_ns, self.recover, number)
-
-    def lasting(self, undo: Callable[[], None], hosts: tuple[str, ...]) -> int:
-        """A fault that disturbs ``hosts`` until ``recover`` is called with its number, or the world heals."""
-        number = self._next_heal
-        self._next_heal += 1
-        self._heals[number] = (undo, hosts)
-        return number
-
-    def recover(self, number: int) -> None:
-        undo, hosts = self._heals.pop(number, (None, ()))
-        if undo is not None:
-            undo()
-            for host in hosts:
-                self.harm(host, "recovers")
-
     def _heal(self) -> None:
         self.phase = "heal"
         self.kernel.tell("everything heals")
         self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
         self.network.lose_next_kv = self.network.repeat_next_kv = 0
+        self.network.repeat_next_control.clear()
         for node in self.workers.values():
             if node.running is not None:
                 node.running.fail_rows = 0
-        for number in list(self._heals):
-            self.recover(number)
+        self.recover_all()
 
 
 def fault_counts(world: World) -> dict[str, int]:

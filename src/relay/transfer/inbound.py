@@ -50,10 +50,13 @@ class Reception:
         self.link: InboundLink | None = None  # where answers go
         self.links: set[InboundLink] = set()  # all that fed it: the end of any is its end
 
-    def heard_on(self, link: "InboundLink", kind: Kind) -> None:
-        """Under the lock. Answers go where control frames come from."""
+    def heard_on(self, link: "InboundLink", header: Header) -> None:
+        """Under the lock. Answers go where control frames come from. A frame of another life or attempt ties no link."""
+        order = self.receiver.order
+        if (header.epoch, header.attempt) != (order.source_incarnation, order.attempt):
+            return
         self.links.add(link)
-        if self.link is None or kind is not Kind.KV:
+        if self.link is None or header.kind is not Kind.KV:
             self.link = link
 
     def wait_until_idle(self) -> None:
@@ -199,14 +202,14 @@ class InboundLink:
         else:
             with reception.lock:
                 reception.receiver.receive(header, payload, self._clock.now_ns())
-                reception.heard_on(self, header.kind)
+                reception.heard_on(self, header)
         self._table.settle(reception)
 
     def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
         """Copy and check in one pass; damage fails the transfer before anyone can see its blocks."""
         receiver = reception.receiver
         with reception.lock:
-            reception.heard_on(self, header.kind)
+            reception.heard_on(self, header)
             if not receiver.admit(header, self._clock.now_ns()):
                 return
             reception.writing += 1

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello, Rejected
+from relay.protocol.messages import Drain, EngineExited, GatewayToAgent, Heartbeat, Hello
 from relay.worker.agent import FLUSH_S, HEARTBEAT_NS, engine_state
 from relay.worker.control_link import ControlLink, LinkLost
+from relay.worker.gateway_links import GatewayLinks, Received
 from relay.worker.host import host_identity
 from relay.worker.last_word import last_word
 from relay.worker.spec import WorkerSpec
-from relay.worker.status_page import StatusPage, manifest_for
+from relay.worker.status_page import StatusPage, manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
 
 KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
@@ -30,26 +31,26 @@ class AgentLoop:
         self._pidfd = os.pidfd_open(engine)
         self._step_age = StepAge(lambda: thread_waits(engine))
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._links: list[ControlLink] = []
+        self._links = GatewayLinks(spec.gateways, GatewayToAgent, self._hello, now_ns, again=spec.orphan_hold_s > 0)
+        self._alone_since_ns: int | None = None
         self._terminations = 0
 
     def run(self) -> int:
-        """The process's exit status: the engine's own, 128 + signal for one that was killed, 1 when a gateway was lost."""
+        """The process's exit status: the engine's own, 128 + signal for one that was killed, 1 without a gateway."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            self._connect()
+            self._links.dial_first()
             self._loop()
             lost = ""
         except LinkLost as error:
             lost = str(error)
             self._kill()
         status, number = self._reap()
-        rows = self._page.manifest()
-        for index, link in enumerate(self._links):
-            message = EngineExited(status, number, *manifest_for(rows, index))
-            self._say_exited(link, message)
-            if message.manifest and not lost and number not in KILL_SIGNALS:
-                print(last_word(index, message), flush=True)
+        message = EngineExited(status, number, *manifest_of(self._page.manifest()))
+        self._links.send(None, message)
+        self._links.finish(FLUSH_S)
+        if message.manifest and not lost and number not in KILL_SIGNALS:
+            print(last_word(message), flush=True)
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)
             return 1
@@ -57,9 +58,9 @@ class AgentLoop:
             return 0  # asked to end before it had anything to drain
         return status if status is not None else 128 + (number or 0)
 
-    def _connect(self) -> None:
+    def _hello(self) -> Hello:
         spec = self._spec
-        hello = Hello(
+        return Hello(
             process="agent",
             worker=spec.worker,
             incarnation=spec.incarnation,
@@ -67,41 +68,45 @@ class AgentLoop:
             role=spec.role,
             host=host_identity(),
         )
-        for address in spec.gateways:
-            link = ControlLink(address, GatewayToAgent)
-            self._links.append(link)
-            link.send(hello)
 
     def _loop(self) -> None:
+        links = self._links
         with selectors.DefaultSelector() as selector:
             selector.register(self._pidfd, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
-            for link in self._links:
-                selector.register(link, selectors.EVENT_READ)
+            links.attach(selector)
             beat_ns = self._now_ns()
             while True:
                 now_ns = self._now_ns()
                 if now_ns >= beat_ns:
                     self._beat(now_ns)
                     beat_ns = now_ns + HEARTBEAT_NS
-                for key, mask in selector.select((beat_ns - self._now_ns()) / 1e9):
+                links.tick()
+                self._check_alone(now_ns)
+                links.update()
+                wait_ns = min(beat_ns, links.next_ns() or beat_ns) - self._now_ns()
+                for key, mask in selector.select(max(0, wait_ns) / 1e9):
                     if key.fileobj == self._pidfd:
                         return
                     if key.fileobj == self._wakeup:
                         os.eventfd_read(self._wakeup)
                     elif isinstance(key.fileobj, ControlLink):
                         self._serve(key.fileobj, mask)
-                for link in self._links:
-                    writing = selectors.EVENT_WRITE if link.wants_write else 0
-                    selector.modify(link, selectors.EVENT_READ | writing)
+
+    def _check_alone(self, now_ns: int) -> None:
+        """Raises LinkLost when there has been no gateway for as long as the engine keeps orphans."""
+        lost = self._links.take_lost()
+        if self._links.num_welcomed or not (lost or self._alone_since_ns is not None):
+            self._alone_since_ns = None
+            return
+        if self._alone_since_ns is None:
+            self._alone_since_ns = now_ns
+        if now_ns - self._alone_since_ns >= int(self._spec.orphan_hold_s * 1e9):
+            raise LinkLost(lost[-1].reason if lost else "no gateway came back")
 
     def _serve(self, link: ControlLink, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            link.flush()
-        for message in link.receive() if mask & selectors.EVENT_READ else []:
-            if isinstance(message, Rejected):
-                raise LinkLost(f"refused by {link.address}: {message.reason}")
-            if isinstance(message, Drain):
+        for happened in self._links.serve(link, mask):
+            if isinstance(happened, Received) and isinstance(happened.message, Drain):
                 self._signal(signal.SIGTERM)
 
     def _beat(self, now_ns: int) -> None:
@@ -109,8 +114,7 @@ class AgentLoop:
         state = engine_state(self._engine)
         age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
         rows = self._page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
-        for index, link in enumerate(self._links):
-            link.send(Heartbeat(step, phase, age_ms, state, *manifest_for(rows, index)))
+        self._links.send(None, Heartbeat(step, phase, age_ms, state, *manifest_of(rows)))
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminations += 1
@@ -134,10 +138,3 @@ class AgentLoop:
         _, raw = os.waitpid(self._engine, 0)
         code = os.waitstatus_to_exitcode(raw)
         return (code, None) if code >= 0 else (None, -code)
-
-    def _say_exited(self, link: ControlLink, message: EngineExited) -> None:
-        try:
-            link.send(message)
-        except LinkLost:
-            return  # that gateway is gone, which ends this process anyway
-        link.finish(FLUSH_S)

@@ -13,10 +13,17 @@ from relay.worker.status_page import ManifestRow
 
 @dataclass(frozen=True, slots=True)
 class SendToGateway:
-    """``gateway`` None: to all of them."""
+    """``gateway`` is a connection; None: all that are welcome."""
 
     gateway: int | None
     message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGateway:
+    """End this connection: it belongs to an older life of its gateway. No event follows."""
+
+    gateway: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +103,14 @@ class Exit:
 
 
 Command = (
-    SendToGateway | StartStep | OpenSend | ForgetUnsent | SendHandoff | OpenReceive | AbortTransfer | SetTimer | Exit
+    SendToGateway
+    | CloseGateway
+    | StartStep
+    | OpenSend
+    | ForgetUnsent
+    | SendHandoff
+    | OpenReceive
+    | AbortTransfer
+    | SetTimer
+    | Exit
 )

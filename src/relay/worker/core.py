@@ -7,14 +7,13 @@ calls ``advance``, which plans steps ahead and reports load. Roles are the route
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
 from relay.engine.scheduler import CannotFit, QueueFull, Scheduler
 from relay.engine.sequence import SequenceUpdate
 from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
+    HANDED_BACK,
     Accept,
     Cancel,
     Drain,
@@ -24,7 +23,6 @@ from relay.protocol.messages import (
     RefuseReason,
     Reserve,
     Run,
-    SequenceFailed,
     TokenEntry,
     Tokens,
     Work,
@@ -36,8 +34,8 @@ from relay.transfer.contract import (
     SendAcknowledged,
     SendFailed,
 )
+from relay.worker.announce import Announcer
 from relay.worker.commands import (
-    AbortTransfer,
     Command,
     Exit,
     ForgetUnsent,
@@ -46,13 +44,14 @@ from relay.worker.commands import (
     SendHandoff,
     SendToGateway,
     SetTimer,
-    SinkRow,
     StartStep,
 )
+from relay.worker.custody import ALONE_TIMER, ORPHANS_TIMER, Custody
 from relay.worker.entries import DigestKv, handoff_of, token_entry
 from relay.worker.events import (
     DrainRequested,
     Event,
+    GatewayConnected,
     GatewayLost,
     OrderReceived,
     StepFinished,
@@ -61,6 +60,7 @@ from relay.worker.events import (
 from relay.worker.held import Held, HeldEvent, HeldState
 from relay.worker.kv_counters import count_received, count_sent
 from relay.worker.orders import receive_order, send_order
+from relay.worker.orphans import Orphans
 from relay.worker.parking import PARK_TIMER, ParkingLot
 from relay.worker.report import LoadReporter
 from relay.worker.table import HeldTable
@@ -78,6 +78,7 @@ class WorkerConfig:
     retry_after_ms: int = 250  # told with a refusal for lack of room
     report_interval_ns: int = 50_000_000
     drain_timeout_ns: int = 30_000_000_000
+    orphan_hold_ns: int = 0  # how long to live on, and to keep what a lost gateway ordered; 0: not at all
 
 
 class WorkerCore:
@@ -94,6 +95,7 @@ class WorkerCore:
         self._digest_kv = digest_kv
         self._held = HeldTable()
         self._parking = ParkingLot(self._held, scheduler.limits.num_blocks * scheduler.limits.block_size // 2)
+        self._announcer = Announcer(scheduler, self._held)
         self._steps_in_flight = 0
         self._failures = 0  # steps that raised
         self._draining = False
@@ -101,6 +103,8 @@ class WorkerCore:
         self._counters: Counter[str] = Counter()
         self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
+        bounds = (config.max_held, config.orphan_hold_ns)
+        self._custody = Custody(self._held, scheduler, self._reporter, self._counters, self._commands, *bounds)
 
     @property
     def draining(self) -> bool:
@@ -111,6 +115,11 @@ class WorkerCore:
         """To look at, not to change."""
         return self._held
 
+    @property
+    def orphans(self) -> Orphans:
+        """To look at, not to change. A hello tells their keys."""
+        return self._custody.orphans
+
     def handle(self, event: Event, now_ns: int) -> list[Command]:
         """Take one event. The commands must be carried out before the next call."""
         match event:
@@ -118,8 +127,7 @@ class WorkerCore:
                 self._steps_in_flight -= 1
                 if event.result.error is not None:
                     self._failures += 1
-                    for held in self._held.by_slot.values():
-                        held.announced = 0  # what the step did not reach comes again; known ranges are ignored
+                    self._announcer.start_over()
                 self._report_updates(self._scheduler.update(event.result), now_ns)
             case OrderReceived(gateway, order):
                 self._obey(gateway, order, now_ns)
@@ -139,10 +147,18 @@ class WorkerCore:
                     self._reporter.timer_fired()
                 elif name == PARK_TIMER:
                     self._unpark(self._parking.expired(now_ns), "lease ended")
+                elif name == ORPHANS_TIMER:
+                    self._custody.expire_orphans(now_ns)
+                elif name == ALONE_TIMER and self._custody.alone(now_ns):
+                    self._exit(GATEWAY_LOST_STATUS, "no gateway came back")
             case DrainRequested():
                 self._drain(now_ns)
+            case GatewayConnected(gateway, name, epoch):
+                self._custody.gateway_connected(gateway, name, epoch, now_ns)
             case GatewayLost(gateway, reason):
-                self._exit(GATEWAY_LOST_STATUS, f"gateway {gateway} is lost: {reason}")
+                self._custody.gateway_lost(gateway, now_ns, keep=not self._draining)
+                if not self._config.orphan_hold_ns and self._custody.alone(now_ns):
+                    self._exit(GATEWAY_LOST_STATUS, f"gateway {gateway} is lost: {reason}")
         return self._take_commands()
 
     def advance(self, now_ns: int) -> list[Command]:
@@ -152,15 +168,16 @@ class WorkerCore:
             if plan is None:
                 break
             self._steps_in_flight += 1
-            self._revoke_preempted(plan.released)
+            self._commands += [ForgetUnsent(transfer) for transfer in self._announcer.preempted(plan.released)]
             sinks = {
                 index: sink
                 for index, row in enumerate(plan.rows)
-                if (sink := self._sink(row.slot, row.start, row.count))
+                if (sink := self._announcer.sink(row.slot, row.start, row.count))
             }
             manifest = self._held.manifest(plan, self._scheduler.key_of_slot)
             self._commands.append(StartStep(plan, sinks, self._failures, manifest))
         messages, timer_ns = self._reporter.due(now_ns)
+        messages += self._custody.news()
         self._commands += [SendToGateway(None, message) for message in messages]
         if timer_ns is not None:
             self._commands.append(SetTimer(REPORT_TIMER, timer_ns))
@@ -172,21 +189,28 @@ class WorkerCore:
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def _obey(self, gateway: int, order: Run | Reserve | Prefill | Cancel | Drain, now_ns: int) -> None:
+        if gateway not in self._custody.owners:
+            self._counters["orders_of_lost_gateways"] += 1
+            return
         match order:
             case Cancel():
                 held = self._held.attempt(order.request, order.choice)
-                if held is not None and held.key.attempt <= order.attempt:
-                    self._drop(held, "cancelled")
+                if held is not None and held.gateway == gateway and held.name.attempt <= order.attempt:
+                    self._custody.drop(held, "cancelled")
             case Drain():
                 self._drain(now_ns)
             case Run() | Reserve() | Prefill():
                 work = order.work
                 key = _key(work)
                 held = self._held.attempt(work.request, work.choice)
+                if held is not None and (held.gateway not in (gateway, None) or held.name.attempt >= key.attempt):
+                    return  # fenced: an old attempt, the same message again, or somebody else's name
+                if isinstance(order, Run) and not self._draining and self._custody.adopt(gateway, work, key):
+                    return
                 if held is not None:
-                    if held.key.attempt >= key.attempt:
-                        return  # fenced: an old attempt, or the same message again
-                    self._drop(held, "superseded")
+                    self._custody.drop(held, "superseded")
+                elif self._held.is_over(key):
+                    return
                 self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:
@@ -215,8 +239,10 @@ class WorkerCore:
             self._refuse(gateway, order.work, "full")
             return
         self._scheduler.add(order.work, prefill_only=parks)
-        self._held.add(Held(key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING))
+        held = Held(key, key, gateway, order.work, HeldState.PREFILLING if parks else HeldState.RUNNING)
+        self._custody.hold(held)
         if parks:
+            held.log = None  # it would never go on: nobody can take it over
             self._parking.expect(key, order.park_ms * 1_000_000)
 
     def _reserve(self, gateway: int, order: Reserve, key: SequenceKey) -> None:
@@ -225,14 +251,14 @@ class WorkerCore:
             self._refuse(gateway, order.work, "full")
             return
         cached = reservation.cached_tokens
-        self._held.add(Held(key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.RESERVED, order.transfer, announced=cached))
         accept = Accept(*key, transfer=order.transfer, cached_tokens=cached)
         self._commands += [OpenReceive(receive_order(order, key, reservation)), SendToGateway(gateway, accept)]
 
     def _prefill(self, gateway: int, order: Prefill, key: SequenceKey) -> None:
         self._scheduler.add(order.work, prefill_only=True)
         first = min(order.first_token, len(order.work.token_ids))
-        self._held.add(Held(key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
+        self._custody.hold(Held(key, key, gateway, order.work, HeldState.PREFILLING, order.transfer, announced=first))
         self._commands.append(OpenSend(send_order(order, key, first)))
 
     def _refuse(self, gateway: int, work: Work, reason: RefuseReason) -> None:
@@ -243,33 +269,6 @@ class WorkerCore:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _sink(self, slot: int, start: int, count: int) -> SinkRow | None:
-        """What the row at ``slot`` means to a transfer; None for rows that stay here."""
-        held = self._held.by_slot.get(slot)
-        if held is None:
-            held = self._held.by_key.get(self._scheduler.key_of_slot(slot))
-            if held is None or held.state is not HeldState.PREFILLING:
-                return None
-            held.slot = slot
-            self._held.by_slot[slot] = held
-        end = start + count
-        if held.transfer is None or end <= held.announced:
-            return None
-        table = np.array(self._scheduler.block_table(held.key), np.int32)
-        gap = held.announced
-        first = max(start, gap)
-        held.announced = end
-        return SinkRow(held.transfer, gap, first, end - first, table)
-
-    def _revoke_preempted(self, released: list[int]) -> None:
-        """A prompt that lost its slot before its first token lost its blocks too: it will be computed and announced anew."""
-        for slot in released:
-            held = self._held.by_slot.pop(slot, None)
-            if held is not None and held.state is HeldState.PREFILLING and held.transfer is not None:
-                held.slot = None
-                held.announced = 0
-                self._commands.append(ForgetUnsent(held.transfer))
-
     def _report_updates(self, updates: list[SequenceUpdate], now_ns: int) -> None:
         """One Tokens message a gateway for the whole step."""
         entries: dict[int, list[TokenEntry]] = {}
@@ -279,13 +278,17 @@ class WorkerCore:
             if held is None:
                 continue
             if update.failed is not None:
-                self._fail(held, update.failed, retry=False)
+                self._custody.fail(held, update.failed, retry=False)
                 continue
-            entries.setdefault(held.gateway, []).append(token_entry(held.work, update, self._digest_kv))
+            entry = token_entry(held.name, held.work, update, self._digest_kv)
+            if held.log is not None:
+                held.log.add(entry)
+            if held.gateway is not None:
+                entries.setdefault(held.gateway, []).append(entry)
             if held.state is HeldState.PREFILLING:
                 handoffs.append((held, update))
             elif update.finish is not None:
-                self._held.remove(held)
+                self._custody.finished(held)
         for gateway, batch in entries.items():
             self._commands.append(SendToGateway(gateway, Tokens(batch)))
         for held, update in handoffs:
@@ -294,7 +297,7 @@ class WorkerCore:
     def _hand_off(self, held: Held, update: SequenceUpdate, now_ns: int) -> None:
         """P drew the first token: pass it to D, or free D if it was also the last; without a D, keep the KV."""
         if update.finish is not None:
-            self._drop(held, FINISHED)
+            self._custody.drop(held, FINISHED)
             return
         if held.key in self._parking:
             held.move(HeldEvent.PARKED)
@@ -304,7 +307,7 @@ class WorkerCore:
             return
         held.move(HeldEvent.FIRST_TOKEN_DRAWN)
         if held.transfer is None:  # the transfer failed before; nobody waits for these blocks
-            self._drop(held, "no transfer")
+            self._custody.drop(held, "no transfer")
         else:
             self._commands.append(SendHandoff(held.transfer, handoff_of(update)))
 
@@ -317,6 +320,7 @@ class WorkerCore:
         if held is None or held.state is not HeldState.RESERVED:
             return
         held.move(HeldEvent.TRANSFER_COMPLETED)
+        self._custody.runs(held)
         count_received(self._counters, len(held.work.token_ids) - held.announced, event.stats)
         self._held.end_transfer(held)
         token = SampledToken(handoff.token_id, handoff.logprob, handoff.top)
@@ -338,37 +342,23 @@ class WorkerCore:
         held = self._held.by_transfer.get(transfer)
         if held is not None:
             self._scheduler.release(held.key)
-            self._held.remove(held)
+            self._custody.forget(held)
 
     def _transfer_failed(self, transfer: int, reason: str, *, quietly: bool) -> None:
-        """``quietly``: nothing failed here that anybody need hear of. P's token was the last, or D has the handoff and its word
-        counts."""
+        """``quietly``: P's token was the last, or D has the handoff and its word counts."""
         held = self._held.by_transfer.get(transfer)
-        if held is None:
-            return
-        if quietly:
-            self._drop(held, reason)
-        else:
-            self._fail(held, reason, retry=True)
+        if held is not None and quietly:
+            self._custody.drop(held, reason)
+        elif held is not None:
+            self._custody.fail(held, reason, retry=True)
 
-    # --- ends -------------------------------------------------------------------------------------------------------
-
-    def _fail(self, held: Held, reason: str, retry: bool) -> None:
-        self._commands.append(SendToGateway(held.gateway, SequenceFailed(*held.key, reason=reason, retry=retry)))
-        self._drop(held, reason)
-
-    def _drop(self, held: Held, reason: str) -> None:
-        """Stop and free everything of a sequence, in any state."""
-        if held.transfer is not None:
-            self._commands.append(AbortTransfer(held.transfer, reason))
-        self._scheduler.cancel(held.key)
-        self._held.remove(held)
+    # --- the end ----------------------------------------------------------------------------------------------------
 
     def _unpark(self, parked: list[Held], reason: str) -> None:
         """Free what is parked; whoever comes for it computes it again."""
         for held in parked:
             self._counters["parked_in_vain"] += 1
-            self._drop(held, reason)
+            self._custody.drop(held, reason)
         self._set_park_timer()
 
     def _set_park_timer(self) -> None:
@@ -379,13 +369,14 @@ class WorkerCore:
     def _drain(self, now_ns: int) -> None:
         if not self._draining:
             self._draining = True
+            self._custody.abandon_orphans()
             self._unpark(self._parking.all(), "draining")
             self._commands.append(SetTimer(DRAIN_TIMER, now_ns + self._config.drain_timeout_ns))
 
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
         for held in list(self._held.by_key.values()):
-            self._fail(held, "draining", retry=True)
+            self._custody.fail(held, HANDED_BACK, retry=True)
 
     def _exit(self, status: int, reason: str) -> None:
         if not self._exited:
@@ -393,7 +384,8 @@ class WorkerCore:
             self._commands.append(Exit(status, reason))
 
     def _take_commands(self) -> list[Command]:
-        commands, self._commands = self._commands, []
+        commands = self._commands.copy()
+        self._commands.clear()
         return commands
 
 

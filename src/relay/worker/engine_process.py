@@ -1,7 +1,7 @@
 """The engine process: ``python -m relay.worker.engine_process --spec FILE_OR_JSON [--agent-pid N --status PATH]``.
 
-Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 8 when a gateway is lost,
-with an error's own code when it could not start.
+Opens the pack, sizes the KV pool, dials the gateways and runs the shell. Ends with 0 after a drain, with 8 when every gateway is
+lost, with an error's own code when it could not start.
 """
 
 import argparse
@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 from pathlib import Path
+
+import msgspec
 
 from relay.clock import MonotonicClock
 from relay.errors import RelayError, StartupError
@@ -87,28 +89,32 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.protocol.messages import GatewayToEngine, Hello
     from relay.transfer.transport import WiredTransport
     from relay.transfer.wire import open_wires
-    from relay.worker.control_link import ControlLink, LinkLost
+    from relay.worker.control_link import LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
     from relay.worker.device import flow_of
     from relay.worker.engine_shell import EngineShell
     from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
+    from relay.worker.gateway_links import GatewayLinks
     from relay.worker.inbox import Inbox
     from relay.worker.record import Recorder, WorkerSettings
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
     flow = flow_of(spec.backend)
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes)
     transport = WiredTransport(
         engine.identity,
         engine.backend,
         inbox.post,
-        open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes),
+        wires,
         flow.limits,
         checksum=engine.checksum,
         clock=clock,
     )
-    config = WorkerConfig(drain_timeout_ns=int(spec.drain_timeout_s * 1e9))
+    config = WorkerConfig(
+        drain_timeout_ns=int(spec.drain_timeout_s * 1e9), orphan_hold_ns=int(spec.orphan_hold_s * 1e9)
+    )
     digest_kv: DigestKv = engine.runner.kv_digests
     recorder = None
     if spec.record:
@@ -130,6 +136,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         role=spec.role,
         host=host_identity(),
         kv_addresses=transport.addresses,
+        transports=tuple(wire.scheme for wire in wires),
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,
@@ -137,10 +144,13 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=engine.limits.max_num_seqs,
     )
+
+    def say_hello() -> Hello:
+        return msgspec.structs.replace(hello, orphans=core.orphans.keys())
+
+    links = GatewayLinks(spec.gateways, GatewayToEngine, say_hello, clock.now_ns, again=spec.orphan_hold_s > 0)
     try:
-        links = [ControlLink(address, GatewayToEngine) for address in spec.gateways]
-        for link in links:
-            link.send(hello)
+        links.dial_first()
     except LinkLost as error:
         raise StartupError(str(error)) from error
     page.set_phase("ready", clock.now_ns())

@@ -5,15 +5,13 @@ stopped before its blocks can be given to anybody else.
 """
 
 import selectors
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable
 
 from relay.clock import Clock
-from relay.protocol.messages import Message, Rejected, Welcome
 from relay.transfer.contract import Transport
 from relay.worker.commands import (
     AbortTransfer,
+    CloseGateway,
     Command,
     Exit,
     ForgetUnsent,
@@ -24,9 +22,10 @@ from relay.worker.commands import (
     SetTimer,
     StartStep,
 )
-from relay.worker.control_link import ControlLink, LinkLost
+from relay.worker.control_link import ControlLink
 from relay.worker.core import WorkerCore
-from relay.worker.events import Event, GatewayLost, OrderReceived, TimerFired
+from relay.worker.events import Event, GatewayConnected, GatewayLost, OrderReceived, TimerFired
+from relay.worker.gateway_links import GatewayLinks, Received, Welcomed
 from relay.worker.inbox import Inbox
 from relay.worker.record import Advanced, Recorder
 from relay.worker.status_page import StatusPage
@@ -54,50 +53,50 @@ class EngineShell:
         self._inbox = inbox
         self._page = page
         self._clock = clock
-        self._links: list[ControlLink] = []
         self._submit: Callable[[StartStep], None] | None = None
         self._timers: dict[str, int] = {}
         self._exit: Exit | None = None
 
-    def run(self, links: Sequence[ControlLink], submit: Callable[[StartStep], None]) -> Exit:
-        """Serve ``links`` (hello already sent) until the end; returns why. ``submit`` starts a step."""
-        self._links = list(links)
+    def run(self, links: GatewayLinks, submit: Callable[[StartStep], None]) -> Exit:
+        """Serve ``links`` (already dialled) until the end; returns why. ``submit`` starts a step."""
         self._submit = submit
         with selectors.DefaultSelector() as selector:
             selector.register(self._inbox, selectors.EVENT_READ)
-            for link in self._links:
-                selector.register(link, selectors.EVENT_READ)
+            links.attach(selector)
             next_tick_ns = self._clock.now_ns() + TICK_NS
             while self._exit is None:
-                due_ns = min([next_tick_ns, *self._timers.values()])
+                due_ns = min([next_tick_ns, links.next_ns() or next_tick_ns, *self._timers.values()])
                 for key, mask in selector.select(max(0, due_ns - self._clock.now_ns()) / 1e9):
                     if isinstance(key.fileobj, ControlLink):
-                        self._serve(key.fileobj, mask)
+                        self._serve(links, key.fileobj, mask)
                     else:
                         self._inbox.clear_wakeup()
                 now_ns = self._clock.now_ns()
                 if now_ns >= next_tick_ns:
                     self._transport.tick(now_ns)
                     next_tick_ns = now_ns + TICK_NS
-                self._turn(now_ns)
-                for link in self._links:
-                    writing = selectors.EVENT_WRITE if link.wants_write else 0
-                    selector.modify(link, selectors.EVENT_READ | writing)
-        for link in self._links:
-            link.finish(FLUSH_S)
+                links.tick()
+                self._turn(links, now_ns)
+                links.update()
+        links.finish(FLUSH_S)
         self._transport.close()
         if self._recorder is not None:
             self._recorder.close(self._exit.reason or "exit")
         return self._exit
 
-    def _turn(self, now_ns: int) -> None:
+    def _turn(self, links: GatewayLinks, now_ns: int) -> None:
         for name in [name for name, at_ns in self._timers.items() if at_ns <= now_ns]:
             del self._timers[name]
             self._inbox.post(TimerFired(name))
-        while self._exit is None and (event := self._inbox.take()) is not None:
-            self._carry_out(self._handle(event, now_ns))
+        while self._exit is None:
+            for lost in links.take_lost():
+                self._inbox.post(GatewayLost(lost.connection, lost.reason))
+            event = self._inbox.take()
+            if event is None:
+                break
+            self._carry_out(links, self._handle(event, now_ns))
         if self._exit is None:
-            self._carry_out(self._advance(now_ns))
+            self._carry_out(links, self._advance(now_ns))
         if self._core.draining:
             self._page.set_draining()
 
@@ -119,28 +118,22 @@ class EngineShell:
         recorder.decided(commands)
         return commands
 
-    def _serve(self, link: ControlLink, mask: int) -> None:
-        gateway = self._links.index(link)
-        try:
-            if mask & selectors.EVENT_WRITE:
-                link.flush()
-            messages: list[Message] = link.receive() if mask & selectors.EVENT_READ else []
-        except LinkLost as error:
-            self._inbox.post(GatewayLost(gateway, str(error)))
-            return
-        for message in messages:
-            if isinstance(message, Rejected):
-                self._inbox.post(GatewayLost(gateway, f"refused by {link.address}: {message.reason}"))
-            elif not isinstance(message, Welcome):
-                self._inbox.post(OrderReceived(gateway, message))  # type: ignore[arg-type] # the decoder's union
+    def _serve(self, links: GatewayLinks, link: ControlLink, mask: int) -> None:
+        for happened in links.serve(link, mask):
+            match happened:
+                case Welcomed(connection, welcome):
+                    self._inbox.post(GatewayConnected(connection, welcome.gateway, welcome.epoch))
+                case Received(connection, message):
+                    self._inbox.post(OrderReceived(connection, message))  # type: ignore[arg-type] # the decoder's union
 
-    def _carry_out(self, commands: list[Command]) -> None:
+    def _carry_out(self, links: GatewayLinks, commands: list[Command]) -> None:
         transport = self._transport
         for command in commands:
             match command:
                 case SendToGateway(gateway, message):
-                    for index in range(len(self._links)) if gateway is None else (gateway,):
-                        self._send(index, message)
+                    links.send(gateway, message)
+                case CloseGateway(gateway):
+                    links.close(gateway)
                 case StartStep():
                     assert self._submit is not None
                     self._submit(command)
@@ -158,9 +151,3 @@ class EngineShell:
                     self._timers[name] = at_ns
                 case Exit():
                     self._exit = command
-
-    def _send(self, gateway: int, message: msgspec.Struct) -> None:
-        try:
-            self._links[gateway].send(message)
-        except LinkLost as error:
-            self._inbox.post(GatewayLost(gateway, str(error)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from relay.engine.sequence import SequenceUpdate
+from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import TokenEntry, Work
 from relay.transfer.frame import Handoff
@@ -10,8 +11,8 @@ from relay.transfer.frame import Handoff
 DigestKv = Callable[[list[int], int], list[bytes]]
 
 
-def token_entry(work: Work, update: SequenceUpdate, digest_kv: DigestKv) -> TokenEntry:
-    """The entry of ``update``; at the finish of a capturing sequence with digests of its KV."""
+def token_entry(name: SequenceKey, work: Work, update: SequenceUpdate, digest_kv: DigestKv) -> TokenEntry:
+    """The entry of ``update`` as its owner knows it; at the finish of a capturing sequence with digests of its KV."""
     tokens = update.tokens
     logprobs = None
     if work.params.logprobs is not None:
@@ -20,7 +21,7 @@ def token_entry(work: Work, update: SequenceUpdate, digest_kv: DigestKv) -> Toke
     if update.finish is not None and update.block_table is not None:
         kv_digests = digest_kv(update.block_table, update.num_computed)
     return TokenEntry(
-        *update.key,
+        *name,
         position=update.position,
         token_ids=[token.token_id for token in tokens],
         finish=update.finish,

@@ -11,7 +11,7 @@ Order = Run | Reserve | Prefill | Cancel | Drain
 
 @dataclass(frozen=True, slots=True)
 class OrderReceived:
-    """``gateway`` sent ``order``; answers go back to the same gateway."""
+    """``gateway`` (a connection) sent ``order``; answers go back the same way."""
 
     gateway: int
     order: Order
@@ -37,11 +37,20 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayConnected:
+    """``gateway`` (a connection, its number never used again) was welcomed by that life of the gateway ``name``."""
+
+    gateway: int
+    name: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """The control connection ended. Nobody is left to take this engine's tokens."""
+    """The connection ended, or could not be made; it says nothing any more."""
 
     gateway: int
     reason: str
 
 
-Event = OrderReceived | StepFinished | TimerFired | DrainRequested | GatewayLost | TransferEvent
+Event = OrderReceived | StepFinished | TimerFired | DrainRequested | GatewayConnected | GatewayLost | TransferEvent

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from relay.ids import SequenceKey
 from relay.protocol.messages import Work
+from relay.worker.token_log import TokenLog
 
 
 class HeldState(StrEnum):
@@ -31,15 +32,17 @@ TRANSITIONS: dict[tuple[HeldState, HeldEvent], HeldState] = {
 
 @dataclass(slots=True)
 class Held:
-    """One sequence on this worker."""
+    """One sequence on this worker. ``key`` is its name in the scheduler for life, ``name`` what its owner calls it."""
 
     key: SequenceKey
-    gateway: int  # who asked for it and hears of it
+    name: SequenceKey
+    gateway: int | None  # who asked for it and hears of it; None: an orphan
     work: Work
     state: HeldState
     transfer: int | None = None
     slot: int | None = None  # P: the slot of its rows
     announced: int = 0  # P: positions before are announced to the transfer; P and D: or need not be sent
+    log: TokenLog | None = None  # kept for a gateway that may take over
 
     def move(self, event: HeldEvent) -> None:
         """Raises KeyError for a transition that is not in the table: a bug here, not bad input."""

@@ -33,8 +33,7 @@ class LoadReporter:
             self._timer_set = True
             return [], self._next_ns
         messages: list[Message] = self._cache_changes()
-        load = self._scheduler.load()
-        load = msgspec.structs.replace(load, counters={**load.counters, **self._counters})
+        load = self._load()
         if load != self._last:
             self._last = load
             messages.append(load)
@@ -45,9 +44,23 @@ class LoadReporter:
     def _cache_changes(self) -> list[Message]:
         added, removed = self._scheduler.cache_changes()
         messages: list[Message] = []
-        first = self._sequence == 0
-        while added or removed or first:
+        while added or removed:
             self._sequence += 1
-            messages.append(CacheChanged(self._sequence, added[:MAX_HASHES], removed[:MAX_HASHES], first))
-            added, removed, first = added[MAX_HASHES:], removed[MAX_HASHES:], False
+            messages.append(CacheChanged(self._sequence, added[:MAX_HASHES], removed[:MAX_HASHES]))
+            added, removed = added[MAX_HASHES:], removed[MAX_HASHES:]
         return messages
+
+    def snapshot(self, now_ns: int) -> list[Message]:
+        """For a gateway that has heard nothing yet; what ``due`` returns from now on follows without a gap."""
+        self._next_ns = now_ns + self._interval_ns
+        units = self._scheduler.cached_units()
+        parts = [units[first : first + MAX_HASHES] for first in range(0, len(units), MAX_HASHES)] or [[]]
+        first = self._sequence - len(parts) + 1
+        messages: list[Message] = [
+            CacheChanged(first + index, part, reset=index == 0) for index, part in enumerate(parts)
+        ]
+        return [*messages, self._load()]
+
+    def _load(self) -> Load:
+        load = self._scheduler.load()
+        return msgspec.structs.replace(load, counters={**load.counters, **self._counters})

@@ -44,6 +44,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     perturb: str = ""  # a kernels.perturbed kind: `relay verify --inject` makes one worker wrong on purpose
     record: str = ""  # a folder: record there what the core is told and decides; empty: do not
     drain_timeout_s: float = 30.0  # after SIGTERM or Drain: how long running requests may take to finish
+    orphan_hold_s: float = (
+        0.0  # live on without any gateway, and keep what a lost one ordered, for so long; 0: end with it
+    )
 
 
 def encode_spec(spec: WorkerSpec) -> str:

@@ -24,7 +24,7 @@ _WORD = 8
 _WORD_MASK = (1 << 64) - 1
 _STEP, _PHASE, _SINCE, _DRAINING, _BEGUN, _SLOTS = 0, 1, 2, 3, 4, 8
 _NUMBER, _COUNT, _CRC, _ROWS = 0, 1, 2, 3
-_ROW_WORDS = 5
+_ROW_WORDS = 4
 _SLOT_WORDS = _ROWS + _ROW_WORDS * MAX_ROWS
 PAGE_BYTES = _WORD * (_SLOTS + MAX_IN_FLIGHT * _SLOT_WORDS)  # sparse: only what was written takes memory
 _STUCK_MS = 1000  # a step older than this is reported as such even while draining
@@ -32,9 +32,8 @@ _TRIES = 3  # readings of a page that changes meanwhile
 
 
 class ManifestRow(NamedTuple):
-    """One sequence's part of a step. ``gateway``: the engine's number of its owner; ``end``: the position after its last."""
+    """One sequence's part of a step, by its owner's name for it. ``end``: the position after its last."""
 
-    gateway: int
     request: int
     choice: int
     attempt: int
@@ -133,10 +132,9 @@ class StatusPage:
         return [ManifestRow(*flat[at : at + _ROW_WORDS]) for at in range(0, len(flat), _ROW_WORDS)]
 
 
-def manifest_for(rows: Sequence[ManifestRow], gateway: int) -> tuple[list[ComputedRow], bool]:
-    """What of ``rows`` is told to ``gateway``, and whether all of them are of one request."""
-    told = [ComputedRow(*row[1:]) for row in rows if row.gateway == gateway]
-    return told, len({row[:2] for row in rows}) == 1
+def manifest_of(rows: Sequence[ManifestRow]) -> tuple[list[ComputedRow], bool]:
+    """What gateways are told: ``rows`` (each knows its own requests), and whether all of them are of one request."""
+    return [ComputedRow(*row) for row in rows], len({row.request for row in rows}) == 1
 
 
 def _packed(words: list[int]) -> bytes:

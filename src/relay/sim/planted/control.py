@@ -2,15 +2,16 @@
 
 from typing import Any
 
+from relay.config import SECOND
 from relay.control import admission
 from relay.control.attempts import Attempt
 from relay.control.blame import Blame
-from relay.control.commands import SendToEngine
+from relay.control.commands import Deliver, SendToEngine
 from relay.control.core import GatewayCore
 from relay.control.detector import Detector
 from relay.control.membership import Membership
 from relay.control.placement import Dispatcher
-from relay.control.requests import Choice
+from relay.control.requests import Choice, Suspicion
 from relay.control.router import Router
 from relay.control.state import ClusterState
 from relay.control.stream import TokenPath
@@ -156,18 +157,6 @@ def _committed_as_prompt(original: Any) -> Any:
     return work
 
 
-def _answers_of_anybody(original: Any) -> Any:
-    """An Accept need not name the transfer that was asked for, nor come from D."""
-
-    def accepted(dispatcher: Dispatcher, worker: Worker, message: Any, now_ns: int) -> None:
-        attempt = dispatcher._placed(worker, message)
-        if attempt is not None:
-            message.transfer = attempt.transfer
-            original(dispatcher, attempt.decode, message, now_ns)
-
-    return accepted
-
-
 def _drained_are_ready(original: Any) -> Any:
     def ready_workers(state: ClusterState) -> list[Worker]:
         live = (WorkerState.READY, WorkerState.DRAINING)
@@ -225,22 +214,40 @@ def _blame_everyone(original: Any) -> Any:
     return accuse
 
 
-def _always_alone(original: Any) -> Any:
-    """Whoever is named by a crash for the third time is guilty, alone or not."""
+def _together(original: Any) -> Any:
+    """A suspect shares its steps with others."""
+    return lambda suspicion, max_blames: 0
 
-    def accuse(blame: Blame, worker: Worker, rows: Any, alone: bool, how: str, now_ns: int) -> None:
-        original(blame, worker, rows, True, how, now_ns)
 
-    return accuse
+def _lost_delivery(original: Any) -> Any:
+    """Now and then a committed token is not sent to the client."""
+
+    def commit(path: TokenPath, attempt: Attempt, worker: Worker, entry: Any, now_ns: int) -> None:
+        original(path, attempt, worker, entry, now_ns)
+        commands = path._state.commands
+        if commands and isinstance(commands[-1], Deliver) and commands[-1].delivery.position == 1:
+            commands.pop()
+
+    return commit
+
+
+def _wall_clock(original: Any) -> Any:
+    """Now and then it is an hour later, for a moment."""
+
+    def handle(core: GatewayCore, event: Any, now_ns: int) -> Any:
+        jump_ns = 3600 * SECOND if now_ns // (SECOND // 4) % 8 == 7 else 0
+        return original(core, event, now_ns + jump_ns)
+
+    return handle
 
 
 TABLE = (
     Mutant("resume off by one", "I1", Attempt, "work", _resume_off_by_one),
     Mutant("committed tokens count as prompt", "I1", Attempt, "work", _committed_as_prompt),
     Mutant("repeated tokens are delivered again", "I1", TokenPath, "_trim", _trim_keeps_all),
+    Mutant("a committed token is not delivered", "I2", TokenPath, "_commit", _lost_delivery),
     Mutant("no attempt check on answers", "I3", Dispatcher, "_placed", _no_attempt_check),
     Mutant("no attempt check on failures", "I3", TokenPath, "failed", _failures_of_any_attempt),
-    Mutant("answers of anybody count", "I3", Dispatcher, "accepted", _answers_of_anybody),
     Mutant("incarnation ignored", "I3", ClusterState, "current", _blind_to_incarnation),
     Mutant("old lives may connect", "I18", Membership, "_problem", _old_lives_may_connect),
     Mutant("failed attempts are ignored", "I5", TokenPath, "failed", _no_reopen),
@@ -254,13 +261,14 @@ TABLE = (
     Mutant("queue without a bound", "I10", admission, "_overload", _queue_unbounded),
     Mutant("crashes are never blamed", "I11", Blame, "accuse", nothing),
     Mutant("everyone in flight is blamed", "I11", Blame, "accuse", _blame_everyone),
-    Mutant("blame beside others is certain", "I11", Blame, "accuse", _always_alone),
+    Mutant("suspects do not step alone", "I11", Suspicion, "solo_until", _together),
     Mutant("choices stay on a lost worker", "core", Membership, "lose", _forget_victims),
     Mutant("a lost worker is not started again", "I12", Membership, "_schedule_restart", nothing),
     Mutant("a crash loop starts again at once", "I12", Membership, "_schedule_restart", _restart_at_once),
     Mutant("a lost worker is not killed", "I12", Membership, "_fence", nothing),
     Mutant("numerics id ignored", "I13", Router, "_may_serve", _any_numerics),
     Mutant("numerics id not pinned", "I13", TokenPath, "_first", _numerics_differ),
+    Mutant("time jumps as wall clocks do", "I14", GatewayCore, "handle", _wall_clock),
     Mutant("own stall is others' death", "I15", Detector, "_forgive_own_stall", _own_stall_blames_others),
     Mutant("draining workers are given work", "I17", ClusterState, "ready_workers", _drained_are_ready),
     Mutant("silence is never death", "detection", Detector, "_silence", nothing),

@@ -3,13 +3,15 @@
 from relay.errors import UsageError
 from relay.sim.run import Run, run_tape
 from relay.sim.scenarios.clients import SCENARIOS as CLIENTS
+from relay.sim.scenarios.gateways import SCENARIOS as GATEWAYS
 from relay.sim.scenarios.grey import SCENARIOS as GREY
+from relay.sim.scenarios.hostile import SCENARIOS as HOSTILE
 from relay.sim.scenarios.membership import SCENARIOS as MEMBERSHIP
 from relay.sim.scenarios.stage import Scenario
 from relay.sim.scenarios.transfers import SCENARIOS as TRANSFERS
 from relay.sim.tape import Tape
 
-SCENARIOS: tuple[Scenario, ...] = CLIENTS + MEMBERSHIP + GREY + TRANSFERS
+SCENARIOS: tuple[Scenario, ...] = CLIENTS + MEMBERSHIP + GATEWAYS + GREY + HOSTILE + TRANSFERS
 
 
 def by_name(name: str) -> Scenario:

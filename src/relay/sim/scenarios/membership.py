@@ -3,6 +3,8 @@
 from relay.config import SECOND
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster, control
+from relay.sim.swarm import MS
+from relay.worker.core import WorkerConfig
 
 
 def _busy(stage: Stage, requests: int = 6, max_tokens: int = 40) -> list[Client]:
@@ -125,6 +127,32 @@ def _rolling_upgrade(stage: Stage) -> None:
     stage.require(len(set(ids.values())) == 1 and "numerics-2" in ids.values(), f"the upgrade left {ids}")
 
 
+def _version_skew(stage: Stage) -> None:
+    clients = [stage.submit(prompt=40, max_tokens=50, salt=salt) for salt in range(3)]
+    stage.until(lambda: all(client.tokens[0] for client in clients), "all run")
+    stage.world.upgrade()
+    first, second, third = stage.world.workers
+    stage.kill(first)  # comes back with other numerics
+    stage.until(lambda: stage.incarnations()[first] > 1 and stage.ready(first), f"{first} is replaced")
+    stage.kill(second)  # its streams may go on at the third one only, however free the first one is
+    stage.finish(*clients)
+    stage.require(stage.engine(first).numerics != stage.engine(third).numerics, "there was no skew")
+
+
+def _sigterm(stage: Stage) -> None:
+    for salt, victim in enumerate(("decode-0", "prefill-0", "decode-1")):
+        clients = [stage.submit(prompt=80, max_tokens=30, salt=10 * salt + each) for each in range(4)]
+        stage.until(lambda: not stage.idle(victim), f"{victim} has work")  # noqa: B023 - called at once
+        before = stage.incarnations()[victim]
+        stage.terminate(victim)
+        stage.until(
+            lambda: stage.incarnations()[victim] > before and stage.ready(victim),  # noqa: B023
+            f"{victim} is replaced",
+            3000,
+        )
+        stage.finish(*clients, within_ms=5000)
+
+
 SCENARIOS = (
     Scenario(
         "master-stall",
@@ -174,5 +202,19 @@ SCENARIOS = (
         "workers are replaced one after another by ones with other numerics under load: KV never crosses, no stream fails",
         cluster(2, 2),
         _rolling_upgrade,
+    ),
+    Scenario(
+        "sigterm-under-load",
+        "vLLM: SIGTERM aborts what runs, and a prefill worker cannot wait until its KV has been pulled",
+        "decode and prefill workers get SIGTERM in the middle of streams, with 60 ms to drain: all streams go on, exactly",
+        cluster(1, 2, worker=WorkerConfig(report_interval_ns=10 * MS, drain_timeout_ns=60 * MS)),
+        _sigterm,
+    ),
+    Scenario(
+        "version-skew",
+        "rolling upgrades everywhere: for a while old and new workers serve together, and a stream changes its bits on the way",
+        "one of three workers has other numerics already when another dies: its streams go on at the one that is like it",
+        cluster(0, 3),
+        _version_skew,
     ),
 )

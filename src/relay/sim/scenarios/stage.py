@@ -15,6 +15,7 @@ from relay.control.transitions import AttemptState, ChoiceState
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams
+from relay.sim.backend import POISON
 from relay.sim.clients import Client, Expectation
 from relay.sim.engine import EngineProcess
 from relay.sim.gateway import HOST
@@ -76,6 +77,7 @@ def cluster(prefill: int, decode: int, **changes: object) -> Swarm:
         requests=0,
         chaos_ms=0,
         poison=0,
+        clock_ns=1_000_000_000_000,
     )
     return replace(swarm, **changes)  # type: ignore[arg-type]  # fields by name
 
@@ -123,6 +125,7 @@ class Stage:
     def __init__(self, world: World) -> None:
         self.world = world
         self.kernel = world.kernel
+        self._submitted = 0
         world.stop_per_mille = 0
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -155,8 +158,11 @@ class Stage:
     ) -> Client:
         """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own."""
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
-        token_ids = [*STEM[:shared], *own]
-        submission = Submission(token_ids, SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs), n)
+        token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
+        self.world.num_poison += poison
+        params = SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs)
+        self._submitted += 1
+        submission = Submission(token_ids, params, n, resume_key=self._submitted.to_bytes(16, "big"))
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
 
     def disconnect(self, client: Client) -> None:
@@ -281,6 +287,14 @@ class Stage:
                 process.thaw()
 
         return self._until_healed(thaw, worker)
+
+    def kill_gateway(self, host: str, ms: int = 0) -> None:
+        """With all it knows. Its clients come back to another one. With ``ms``, another life of it begins after that time."""
+        self.fault("kill_gateway", "")
+        self.world.supervisor.kill(self.world.gateways[host])
+        if ms:
+            start = self._until_healed(lambda: self.world.supervisor.start(host), "")
+            self.kernel.after(ms * MS, start)
 
     def stall_gateway(self, ms: int) -> None:
         self.fault("gateway_stall", "")

@@ -21,7 +21,7 @@ def _reserved(stage: Stage, client: Client) -> bool:
 
 
 def _partial_kv(stage: Stage) -> None:
-    for salt, blow in enumerate(("kill P", "cut", "truncate", "lose", "abort")):
+    for salt, blow in enumerate(("kill P", "cut", "truncate", *["corrupt"] * 4, "lose", "abort")):
         client = stage.submit(prompt=80, max_tokens=6, salt=salt)
         stage.until(lambda: _streaming(stage, "decode-0"), "D receives KV")
         attempt = stage.attempts(client)
@@ -34,6 +34,9 @@ def _partial_kv(stage: Stage) -> None:
         elif blow == "truncate":
             stage.fault("kv_truncate", "decode-0")
             stage.world.network.truncate_next_kv += 1
+        elif blow == "corrupt":
+            stage.fault("kv_corrupt", "decode-0")
+            stage.world.network.corrupt_next_kv += 1
         elif blow == "lose":
             stage.fault("kv_lose", "decode-0")
             stage.world.network.lose_next_kv += 1
@@ -42,6 +45,7 @@ def _partial_kv(stage: Stage) -> None:
             stage.until(stage.all_idle, "every worker is free again", 1000)
             continue
         stage.finish(client)
+        stage.world.network.corrupt_next_kv = 0
         again = f"attempt {attempt + 1}:" in stage.story(client)
         stage.require(again, f"{blow}: attempt {attempt} went on from a part of its KV")
         stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
@@ -63,6 +67,14 @@ def _stranded_lease(stage: Stage) -> None:
     stage.until(lambda: stage.idle("prefill-0"), "P gives up on D", lease_ms)
     stage.finish(client)
     mend()
+    # Neither P nor the gateway can reach D in the middle of a transfer: D frees the blocks after its own lease.
+    client = stage.submit(prompt=80, max_tokens=12, salt=3)
+    decode = stage.decode_of(client)
+    stage.until(lambda: _streaming(stage, decode), "D receives KV")
+    mend = stage.partition(("prefill-0", decode), (decode, "prefill-0"), ("gateway", decode))
+    stage.until(lambda: stage.idle(decode), "D gives up on P", lease_ms)
+    mend()
+    stage.finish(client)
 
 
 def _late_writes(stage: Stage) -> None:
@@ -106,7 +118,7 @@ SCENARIOS = (
     Scenario(
         "partial-kv",
         "SGLang (issue 30233): when prefill was aborted, decode went on from the KV that had come and produced garbage",
-        "while D receives KV: P is killed, the connection cut, a frame truncated, a frame lost, the client gone; "
+        "while D receives KV: P is killed, the connection cut, a frame truncated, a bit flipped (four times), a frame lost, the client gone; "
         "D never computes from what came, and the request is answered by another attempt",
         cluster(1, 1),
         _partial_kv,
@@ -114,7 +126,7 @@ SCENARIOS = (
     Scenario(
         "stranded-kv-lease",
         "vLLM: when decode died, prefill kept the KV made for it for 480 s, and its pool filled up",
-        "D dies when P has handed off, then D's acknowledgement is held back: P frees at once, or after its lease",
+        "D dies after the handoff; its acknowledgement is held back; nobody reaches it: P and D free at once, or after a lease",
         cluster(1, 2),
         _stranded_lease,
     ),

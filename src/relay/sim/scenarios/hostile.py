@@ -1,0 +1,45 @@
+"""Scenarios about requests that kill and visitors that lie."""
+
+from relay.sim import strangers
+from relay.sim.scenarios.stage import Scenario, Stage, cluster, scheduler
+
+
+def _poison_request(stage: Stage) -> None:
+    early = [stage.submit(prompt=60, max_tokens=20, salt=salt) for salt in range(6)]
+    poison = stage.submit(prompt=60, max_tokens=8, salt=50, poison=True)
+    late = [stage.submit(prompt=60, max_tokens=8, salt=salt) for salt in range(6, 14)]
+    stage.until(lambda: not poison.open, "the poison is recognised", 30_000)
+    failure = poison.failure
+    stage.require(failure is not None and failure.code == "quarantined", f"the poison ended with {failure}")
+    stage.finish(*early, *late)
+    crashes = stage.world.poison_crashes
+    stage.require(crashes <= 3, f"the poison has taken {crashes} engines")
+
+
+def _strangers(stage: Stage) -> None:
+    for salt, way in enumerate((*strangers.TO_GATEWAY, *strangers.TO_ENGINE)):
+        client = stage.submit(prompt=80, max_tokens=4, salt=salt)
+        decode = stage.engine("decode-0")
+        stage.until(lambda: any(r.bytes_copied for r in decode.transport.receivers()), "D receives KV")  # noqa: B023
+        strangers.call(stage.world, decode, way)
+        stage.finish(client)
+    stage.require(not stage.counter("resumed"), "an attempt was given up because of a stranger")
+    stage.require(not stage.counter("workers_lost"), "a worker was lost because of a stranger")
+
+
+SCENARIOS = (
+    Scenario(
+        "poison-request",
+        "vLLM (CVE-2025-48944): one malformed request killed its worker, and a router that retries takes it to the next one",
+        "a request that crashes every engine among 14 that do not: it is quarantined after at most three, no other fails",
+        cluster(0, 3, scheduler=scheduler(max_num_seqs=4)),
+        _poison_request,
+    ),
+    Scenario(
+        "strangers",
+        "vLLM, SGLang, LightLLM (CVE-2025-32444, CVE-2026-3059, CVE-2026-26220): KV ports took what anybody sent them",
+        "somebody calls the gateway and D's KV port in each wrong way there is while D receives KV: nothing changes",
+        cluster(1, 1),
+        _strangers,
+    ),
+)

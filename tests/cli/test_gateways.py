@@ -1,0 +1,225 @@
+"""Two real gateways on one port, killed in the middle of streams: through `relay proxy`, or by resuming, clients get every byte."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from tests.cli.serving import ENVIRONMENT, PATIENCE_S, Serve, running, wait_gone, write_tiny_model
+from tests.cli.streams import ask_all, check_whole
+
+TOKENS = 300
+ARGUMENTS = ["--backend", "cpu", "--gateways", "2", "--threads", "1", "--max-num-batched-tokens", "64"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(model, cache):
+    server = Serve(model, cache, *ARGUMENTS).ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def proxy(server):
+    command = [sys.executable, "-m", "relay.cli.main", "proxy", "--upstream", server.url, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    line = process.stdout.readline()
+    yield re.search(r"http://\S+", line)[0]
+    process.terminate()
+    process.communicate(timeout=PATIENCE_S)
+
+
+def requests(salt: str) -> list[tuple[str, dict]]:
+    found = []
+    for index in range(8):
+        body = {
+            "max_tokens": TOKENS,
+            "seed": 100 + index,
+            "temperature": (0, 0.9)[index % 2],
+            "ignore_eos": True,
+            "return_token_ids": index % 3 == 0,
+            "stream": index % 4 != 3,
+            "cache_salt": salt,
+            "user": salt,
+        }
+        if index % 3 == 1:
+            body |= {"n": 2, "stop": ["kQ", "Ze"]}
+        if index % 2:
+            body["messages"] = [{"role": "user", "content": f"{index} tell me more " * 6}]
+            found.append(("/v1/chat/completions", body))
+        else:
+            body["prompt"] = [(index * 31 + j * 7 + j * j) % 250 + 3 for j in range(60 + 17 * index)]
+            found.append(("/v1/completions", body | ({"logprobs": 2} if index == 2 else {})))
+    return found
+
+
+def gateways(server: Serve) -> list[dict]:
+    return server.call("/status")[1]["gateways"]
+
+
+def two(server: Serve) -> bool:
+    lives = gateways(server)
+    return len(lives) == 2 and all(running(life["pid"]) for life in lives)
+
+
+def incarnations(server: Serve) -> dict[str, int]:
+    return {worker["id"]: worker["incarnation"] for worker in server.call("/status")[1]["workers"]}
+
+
+def test_streams_through_the_proxy_survive_kills_of_gateways(server, proxy):
+    wanted = requests("same")
+    calm = ask_all(proxy, wanted)
+    for outcome, (_, body) in zip(calm, wanted, strict=True):
+        check_whole(outcome, body)
+    server.wait_for(lambda: two(server))
+    before = incarnations(server)
+    killer = subprocess.Popen([sys.executable, "-c", KILLER, server.url, "5"], env=ENVIRONMENT)
+    stormy = ask_all(proxy, wanted)
+    killer.wait(PATIENCE_S)
+    for quiet, loud, (_, body) in zip(calm, stormy, wanted, strict=True):
+        check_whole(loud, body)
+        assert loud.answers.keys() == quiet.answers.keys()
+        for index, answer in quiet.answers.items():
+            assert loud.answers[index].text == answer.text
+            assert loud.answers[index].logprobs == answer.logprobs
+            assert loud.answers[index].finishes == answer.finishes
+        assert loud.usage == quiet.usage
+    server.wait_for(lambda: two(server))
+    assert incarnations(server) == before  # no worker was harmed
+
+
+KILLER = """
+import json, os, signal, sys, time, urllib.request
+url, kills = sys.argv[1], int(sys.argv[2])
+for kill in range(kills):
+    time.sleep(0.6)
+    try:
+        with urllib.request.urlopen(url + "/status", timeout=10) as response:
+            lives = json.load(response)["gateways"]
+    except OSError:
+        continue
+    for life in lives if kill == 2 else [lives[kill % len(lives)]]:
+        try:
+            os.kill(life["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+"""
+
+
+@contextmanager
+def post(server: Serve, body: dict, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
+    parts = urlsplit(server.url)
+    with closing(http.client.HTTPConnection(parts.hostname, parts.port, timeout=PATIENCE_S)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"} | headers)
+        with connection.getresponse() as response:
+            yield response
+
+
+def read(response: http.client.HTTPResponse, events: int = 10**9) -> tuple[str, str | None, bool]:
+    """(text, id of the last event, whether it was the end), of at most ``events`` events."""
+    text, last, number = "", None, 0
+    try:
+        for raw in response:
+            line = raw.decode().rstrip("\n")
+            if line == "data: [DONE]":
+                return text, last, True
+            if line.startswith("id: "):
+                last = line[4:]
+            elif line.startswith("data: "):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                number += 1
+                if number == events:
+                    break
+    except (OSError, http.client.HTTPException):
+        return text, last, False
+    return text, last, False
+
+
+def test_a_client_that_resumes_gets_the_rest_from_whoever_is_there(server):
+    body = {"prompt": [7, 8, 9] * 20, "max_tokens": TOKENS, "stream": True, "temperature": 1.0, "ignore_eos": True}
+    key = {"idempotency-key": "raw"}
+    with post(server, body, key) as response:
+        whole, _, ended = read(response)
+    assert ended
+    text, last, key = "", None, {"idempotency-key": "raw"}
+    for _ in range(3):
+        server.wait_for(lambda: two(server))
+        with post(server, body, key | ({"last-event-id": last} if last else {})) as response:
+            part, new, ended = read(response, 40)
+            text, last = text + part, new or last
+            for life in gateways(server):
+                os.kill(life["pid"], signal.SIGKILL)
+    server.wait_for(lambda: two(server))
+    with post(server, body, key | {"last-event-id": last}) as response:
+        part, _, ended = read(response)
+    assert ended
+    assert text + part == whole
+
+
+def test_sigterm_lets_streams_finish_and_ends_everything(model, cache):
+    server = Serve(model, cache, *ARGUMENTS).ready()
+    try:
+        pids = [*server.pids(), *(life["pid"] for life in gateways(server))]
+        body = {"prompt": [7, 8, 9] * 20, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
+        with post(server, body, {}) as response:
+            read(response, 1)
+            server.process.send_signal(signal.SIGTERM)
+            assert read(response)[2]
+        server.process.communicate(timeout=PATIENCE_S)
+        assert server.process.returncode == 0
+        wait_gone(pids)
+    finally:
+        server.close()
+
+
+def test_nothing_outlives_a_killed_supervisor(model, cache):
+    server = Serve(model, cache, *ARGUMENTS).ready()
+    try:
+        pids = [*server.pids(), *(life["pid"] for life in gateways(server))]
+        assert len(pids) == 7
+        server.process.kill()
+        wait_gone(pids)
+    finally:
+        server.close()
+
+
+def test_a_stopped_gateway_harms_no_worker(server):
+    server.wait_for(lambda: two(server))
+    before = incarnations(server)
+    stopped = gateways(server)[0]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(4.5)  # longer than its connections are kept
+    os.kill(stopped, signal.SIGCONT)
+    server.wait_for(lambda: all(worker["state"] == "ready" for worker in server.call("/status")[1]["workers"]))
+    assert incarnations(server) == before
+
+
+def test_a_model_that_does_not_fit_is_one_line_and_nothing_is_left(model, cache):
+    server = Serve(model, cache, *ARGUMENTS, "--kv-cache-memory", "64K", "--max-model-len", "1000")
+    try:
+        _, errors = server.process.communicate(timeout=PATIENCE_S)
+        assert server.process.returncode == 4
+        assert [line for line in errors.splitlines() if line.startswith("relay: ")] != []
+    finally:
+        server.close()
