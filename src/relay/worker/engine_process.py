@@ -20,7 +20,6 @@ from relay.worker.spec import WorkerSpec, decode_spec
 from relay.worker.status_page import Phase, StatusPage
 
 SWITCH_INTERVAL_S = 0.0005  # a step between two C calls must not wait 5 ms for the core thread
-DEVICE_SWITCH_INTERVAL_S = 0.0001  # launches and copies are many short calls on several threads, none of them for long
 
 
 def main() -> None:
@@ -83,7 +82,6 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
 
     engine = assemble(spec, announce)
     if engine.overlapped:
-        sys.setswitchinterval(DEVICE_SWITCH_INTERVAL_S)
         declare_compiling(page, clock)
         starts = ", ".join(f"{phase} from {seconds:.1f} s" for phase, seconds in phases.items())
         ready_s = (clock.now_ns() - began_ns) / 1e9
