@@ -18,6 +18,7 @@ from relay.transfer.frame import (
     Header,
     Hello,
     Kind,
+    Probe,
     decode_payload,
     encode_payload,
     parse,
@@ -75,6 +76,7 @@ def test_golden_payloads():
     """Field names are the wire: renaming one breaks peers of another version."""
     assert encode_payload(Abort("x")).hex() == "81a6726561736f6ea178"
     assert encode_payload(Credit(5)).hex() == "81ac62797465735f636f7069656405"
+    assert encode_payload(Probe(5)).hex() == "81aa62797465735f73656e7405"
     handoff = Handoff(token_id=3, logprob=-0.5, top=[(3, -0.5)], cached_tokens=16, logit_digest=b"\1")
     assert decode_payload(encode_payload(handoff), Handoff) == handoff
     assert encode_payload(handoff)[:11].hex() == "85a8746f6b656e5f696403"
@@ -154,7 +156,7 @@ def test_seal_refuses_what_parse_would():
         encode_payload(Abort("x" * MAX_CONTROL_BYTES))
 
 
-@pytest.mark.parametrize("kind", [Hello, Handoff, Abort, Credit])
+@pytest.mark.parametrize("kind", [Hello, Handoff, Abort, Credit, Probe])
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", b"\x81\xa6reason\x05"])
 def test_bad_control_payload(kind, raw):
     with pytest.raises(FrameError, match=kind.__name__):

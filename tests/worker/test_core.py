@@ -66,6 +66,21 @@ def test_split_equals_a_run_alone(world, pair, prompt, values):
         worker.check_empty()
 
 
+@pytest.mark.parametrize(("of_p", "of_d"), [(16, 48), (48, 16), (32, 64)])
+@pytest.mark.parametrize("prompt", [LONG, LONG[:33], [5]])
+def test_block_sizes_may_differ(world, prompt, of_p, of_d):
+    """The wire knows tokens and no blocks. A second request then finds on D whole blocks of D's size, and gets the rest."""
+    pair = world.worker("p", block_size=of_p), world.worker("d", block_size=of_d)
+    for number in (1, 2):
+        request = work([*prompt, *range(number)], request=number, capture=True)
+        world.split(*pair, request)
+        world.settle()
+        check_exact(world, request)
+    assert not world.failures
+    for worker in pair:
+        worker.check_empty()
+
+
 def test_digests_cross_the_border(world, pair):
     request = work(LONG, capture=True, max_tokens=20)
     world.split(*pair, request)

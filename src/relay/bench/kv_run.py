@@ -1,5 +1,6 @@
 """The whole of ``relay bench kv``: engines, target process, rounds, ceilings, one document."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -9,6 +10,7 @@ from relay.bench.kv_ceilings import Ceilings
 from relay.bench.kv_source import INCARNATION, Source, TargetProcess
 from relay.models.loaded import LoadedModel
 from relay.transfer.contract import Layout
+from relay.worker.engine_process import SWITCH_INTERVAL_S
 from relay.worker.spec import WorkerSpec
 
 TIMELINE_TOKENS = 2048
@@ -30,6 +32,7 @@ def run_kv(
     model: LoadedModel, settings: KvSettings, note: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[Timeline]]:
     """(document, timelines of the run nearest to ``TIMELINE_TOKENS``). Raises RelayError."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
     rows: list[dict[str, Any]] = []
     ceilings: list[dict[str, Any]] = []
     timelines: list[Timeline] = []

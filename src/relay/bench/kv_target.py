@@ -19,6 +19,7 @@ from relay.transfer.contract import ReceiveCompleted, ReceiveOrder, TransferEven
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, Wire
 from relay.worker.assembly import assemble
+from relay.worker.engine_process import SWITCH_INTERVAL_S
 from relay.worker.host import host_identity
 from relay.worker.spec import decode_spec
 
@@ -137,6 +138,7 @@ class _EchoStore:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
     try:
         Target(sys.argv[1]).run()
         status = 0

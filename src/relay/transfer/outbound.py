@@ -78,7 +78,9 @@ class OutboundLink:
         self._emit = emit
         self._clock = clock
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # the writer waits here
+        self._work = threading.Condition(self._lock)  # the writer of control frames waits here
+        self._bulk = threading.Condition(self._lock)  # writers of KV alone wait here
+        self._apart = False  # whether there are any
         self._idle = threading.Condition(self._lock)  # who needs a copy to end waits here
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
@@ -122,7 +124,7 @@ class OutboundLink:
                 sending.block_table = block_table
                 sending.sender.written(layer, first, count)
                 self._settle(sending)
-                self._work.notify_all()
+                self._wake_bulk(1)
 
     def hand_off(self, transfer: int, handoff: Handoff) -> None:
         with self._lock:
@@ -163,6 +165,7 @@ class OutboundLink:
                 sending.sender.link_lost(reason)
                 self._settle(sending)
             self._work.notify_all()
+            self._bulk.notify_all()
             channels = list(self._channels)
         for channel in channels:
             channel.close()
@@ -185,7 +188,8 @@ class OutboundLink:
                 self._opened = True
                 for sending in self._sendings.values():
                     sending.sender.link_opened(self._clock.now_ns())
-            picks = [self._pick] if len(channels) == 1 else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
+            self._apart = len(channels) > 1
+            picks = [self._pick] if not self._apart else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
             others = [
                 threading.Thread(
                     target=self._run_lane, args=(channel, pick), name=f"kv-send-{order.target}-{index}", daemon=True
@@ -238,13 +242,17 @@ class OutboundLink:
                 self._end_copy(left)
             self._store.unregister(channel.region)
 
+    def _wake_bulk(self, count: int) -> None:
+        """There may be KV to send for ``count`` writers. Under the lock."""
+        (self._bulk if self._apart else self._work).notify(count)
+
     def _await_job(self, pick: Pick) -> Job | None:
         """Wait for work; None: the link is closed."""
         with self._lock:
             while (job := pick()) is None:
                 if self._closed:
                     return None
-                self._work.wait()
+                (self._bulk if pick == self._pick_kv else self._work).wait()
             return self._taken(job)
 
     def _job(self, pick: Pick) -> Job | None:
@@ -320,7 +328,7 @@ class OutboundLink:
                     if sending is not None:
                         sending.sender.receive(header, payload, self._clock.now_ns())
                         self._settle(sending)
-                        self._work.notify_all()
+                        self._wake_bulk(len(self._channels))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection to {self._order.target} ended: {error}"
         finally:
