@@ -1,6 +1,6 @@
 """The whole server on a GPU through HTTP: start, text, rate sweep, killed workers.
 
-``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill] [--rates 2,8,32] [--prompt 512] [--new 128]``.
+``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]``.
 Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
 """
 
@@ -126,7 +126,7 @@ def serving(model: str, *flags: str) -> Iterator[Server]:
             time.sleep(0.02)
         print("ready", round(time.perf_counter() - began, 1), flags, flush=True)
         for line in log.read_text().splitlines():
-            if "KV blocks; ready" in line or "restarting" in line:
+            if "KV blocks; ready" in line or "restarting" in line or "shared" in line:
                 print("  ", line, flush=True)
         yield Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
     finally:
@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="text,sweep,kill")
+    parser.add_argument("--parts", default="text,sweep,kill,kill-both")
     parser.add_argument("--rates", default="2,8,32")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt", type=int, default=512)
@@ -273,15 +273,34 @@ def main() -> None:
                         )
                     )
                     keep(f"{shape}/rate {rate}", row)
-    if "kill" in parts:
-        for name, flags, victim in (
-            ("kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
-            ("kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
-        ):
+                keep(f"{shape}/transfers", transfers(server))
+    for part, name, flags, victim in (
+        ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
+        ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
+    ):
+        if part in parts:
             with serving(arguments.model, *flags, *extra) as server:
                 keep(
                     name, asyncio.run(killed(server, victim, arguments.streams, arguments.prompt, 400, arguments.vocab))
                 )
+
+
+def transfers(server: Server) -> dict[str, float]:
+    """What the engines counted of KV transfers."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("relay_worker_kv_") and "_total{" in line:
+            name = line.split("{")[0].removeprefix("relay_worker_")
+            found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    if found.get("kv_bytes_sent_total"):
+        found["hidden_share"] = round(1 - found.get("kv_late_bytes_sent_total", 0.0) / found["kv_bytes_sent_total"], 4)
+        found["exposed_ms_each"] = round(
+            found.get("kv_exposed_us_total", 0.0) / found["kv_transfers_sent_total"] / 1e3, 2
+        )
+    print("transfers", found, flush=True)
+    return found
 
 
 async def texts(server: Server) -> dict[str, str]:

@@ -72,6 +72,7 @@ PURE = [
     "sim/planted",
     "sim/process.py",
     "sim/scenarios/clients.py",
+    "sim/scenarios/gateways.py",
     "sim/scenarios/grey.py",
     "sim/scenarios/membership.py",
     "sim/scenarios/stage.py",

@@ -332,6 +332,19 @@ def test_a_poison_does_not_outrun_the_agents_reports() -> None:
     assert world.clients[1].failure.code == "quarantined"
 
 
+def test_a_lost_agents_launcher_may_still_tell_of_a_crash() -> None:
+    """Found by `relay sim --seed 58`: the agents were cut off as the poison crashed an engine, and it took a fourth one."""
+    world = World(first, MANY).ready()
+    world.submit(POISON)
+    request = world.core.state.requests[1]
+    request.suspicion.blames, request.suspicion.ends[0] = 2, 20
+    key = holder(world, 1)
+    world.handle(e.ConnectionLost(key, "agent", "connection reset"))
+    assert request.choices[0].state is ChoiceState.WAITING, "who knows what its engine died of?"
+    world.handle(e.LauncherExited(key, status=139, engine=EngineExited(None, 11, [ComputedRow(1, 0, 1, 20)], True)))
+    assert world.clients[1].failure.code == "quarantined"
+
+
 def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     world = World(first, MANY).ready()
     world.submit([7] * 20)
@@ -339,7 +352,7 @@ def test_a_loss_that_is_not_explained_holds_nobody_up_for_long() -> None:
     for _ in range(2):
         world.handle(e.ConnectionLost(choice.attempts[0].decode.key, "engine", "EOF"))
     assert choice.state is ChoiceState.WAITING
-    world.advance(until_ns=world.now_ns + 2 * SECOND)
+    world.advance(until_ns=world.now_ns + 4 * SECOND)
     assert choice.request.suspicion.total == 0
     world.settle()
     assert world.clients[1].finished

@@ -9,7 +9,7 @@ from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
-from relay.protocol.messages import Cancel, Drain, Drained, EngineExited, Heartbeat, Run
+from relay.protocol.messages import Cancel, Drain, Drained, EngineExited, Heartbeat, Run, SequenceFailed
 
 SECOND = 1_000_000_000
 TWO = [("a", "both"), ("b", "both")]
@@ -153,6 +153,38 @@ def test_a_drained_worker_is_not_killed_before_it_has_ended() -> None:
     assert not any(isinstance(command, c.StopWorker) for command in said)
     said = world.handle(e.LauncherExited(key, status=0))
     assert any(isinstance(command, c.LaunchWorker) for command in said)
+
+
+def test_an_order_that_crosses_with_the_drain_is_no_loss() -> None:
+    """Found by `relay sim --seed 11` with rolling_restart: what a drained engine had not read any more counted as failed."""
+    world = World(first, TWO).ready()
+    world.submit([7] * 20)
+    (attempt,) = world.core.state.requests[1].choices[0].attempts
+    key = attempt.decode.key
+    world.to_engine[key].clear()
+    world.core.state.workers[key.worker].refuses = True
+    world.workers[key].draining = True
+    world.workers[key].alive = False
+    world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    choice = attempt.choice
+    assert (choice.losses, choice.failures, world.core.state.counters["resumed"]) == (0, 0, 0)
+    assert choice.attempts[0].decode.key != key
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_what_a_draining_engine_hands_back_has_not_failed() -> None:
+    world = World(first, TWO).ready()
+    world.submit([7] * 20)
+    (attempt,) = world.core.state.requests[1].choices[0].attempts
+    key = attempt.decode.key
+    world.workers[key].draining = True
+    world.to_engine[key].clear()
+    world.handle(
+        e.WorkerMessage(key, SequenceFailed(1, 0, 1, "draining", True))
+    )  # before any heartbeat tells of the drain
+    assert state(world, key.worker) is WorkerState.DRAINING
+    assert (attempt.choice.failures, world.core.state.counters["resumed"]) == (0, 0)
 
 
 def test_orders_that_make_no_sense() -> None:

@@ -10,10 +10,13 @@ from fake_worker import FakeWorker, oracle
 from relay.config import ControlConfig, DetectorConfig
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
+from relay.control.record import GatewayPlayer, Recorder
 from relay.control.shell import GatewayShell
 from relay.ids import WorkerKey
 from relay.protocol.messages import Rejected
 from relay.protocol.sampling import SamplingParams
+from relay.record.frames import Happened, read
+from relay.record.replay import replay
 
 MODEL = ModelInfo("fake", "digest", "", 1000, 512, 0, (0,))
 SLOTS = [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -44,9 +47,9 @@ class Sink:
 
 
 @asynccontextmanager
-async def gateway(slots=SLOTS, config: ControlConfig | None = None):
+async def gateway(slots=SLOTS, config: ControlConfig | None = None, recorder: Recorder | None = None):
     fleet = Fleet()
-    shell = GatewayShell(GatewayCore(config or ControlConfig(), MODEL, slots), fleet)
+    shell = GatewayShell(GatewayCore(config or ControlConfig(), MODEL, slots), fleet, recorder=recorder)
     fleet.shell = shell
     fleet.address = await shell.listen()
     shell.start()
@@ -247,3 +250,22 @@ def test_silence_is_death() -> None:
             assert "silent" in shell.status()["workers"][0]["last_loss"]
 
     run(scenario())
+
+
+def test_everything_the_core_is_told_is_recorded(tmp_path) -> None:
+    """Found by `relay chaos --trace`: an operator's restart was not, and the replay parted with the next placement."""
+
+    async def scenario() -> None:
+        async with gateway(recorder=Recorder(tmp_path / "gateway.relay")) as (shell, _):
+            sink = Sink()
+            shell.submit(Submission(LONG, params(30)), sink)
+            assert shell.leave(["decode-0"]) == ""
+            await sink.done.wait()
+            other = shell.submit(Submission(LONG, params(200)), Sink())
+            shell.cancel(other)
+
+    run(scenario())
+    recording = read(tmp_path / "gateway.relay", cut=True)
+    told = {frame.name for frame in recording.frames if isinstance(frame, Happened)}
+    assert {"Started", "RequestSubmitted", "LeaveOrdered", "RequestCancelled", "StopRequested"} <= told
+    assert replay(recording, GatewayPlayer.of(recording.head)).difference is None

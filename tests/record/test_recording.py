@@ -91,11 +91,13 @@ def test_a_gateway_decides_the_same_again(recorded: Path) -> None:
 def test_workers_decide_the_same_again(recorded: Path) -> None:
     files = sorted(recorded.glob("*-*.relay"))
     assert len(files) > 1
+    events = 0
     for file in files:
         recording = read(file)
         result = replay(recording, WorkerPlayer.of(recording.head))
         assert result.difference is None, f"{file.name}: {result.difference}"
-        assert result.events > 0
+        events += result.events  # an engine may end before it hears anything
+    assert events > 100
 
 
 def test_another_decision_is_the_first_difference(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ NAMED = (
     "abort-in-every-state",
     "late-kv-writes",
     "refusal-storm",
+    "two-gateways",
 )
 
 
@@ -57,6 +58,19 @@ def test_a_scenario_repeats() -> None:
         ("sigstop-leader", "a frozen engine is fine"),
         ("partial-kv", "a layer short accepted"),
         ("stranded-kv-lease", "leases never expire on P"),
+        ("stranded-kv-lease", "leases never expire on D"),
+        ("registry-blip", "hedge budget ignored"),
+        ("dead-affinity", "silence is never death"),
+        ("lying-hedge", "disagreement ignored"),
+        ("hung-backend", "no hedges"),
+        ("poison-request", "crashes are never blamed"),
+        ("strangers", "stale attempt accepted"),
+        ("strangers", "KV crosses between unequal numerics"),
+        ("two-gateways", "an adopted stream begins one late"),
+        ("rolling-upgrade", "draining workers are given work"),
+        ("sigterm-under-load", "a drain never ends"),
+        ("restart-storm", "a crash loop starts again at once"),
+        ("decode-oom", "a failed step counts as computed"),
     ],
 )
 def test_a_scenario_notices_what_went_wrong_there(scenario: str, mutant: str) -> None:

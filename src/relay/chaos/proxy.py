@@ -23,6 +23,7 @@ from relay.chaos.watch import Placement, Watch
 from relay.protocol.framing import HEADER_BYTES, FrameDecoder, encode, payload_size
 from relay.protocol.messages import (
     AgentToGateway,
+    EngineExited,
     EngineToGateway,
     GatewayToAgent,
     GatewayToEngine,
@@ -30,6 +31,8 @@ from relay.protocol.messages import (
     Message,
     Welcome,
 )
+
+CRASH_SIGNALS = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV})
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class Life:
     connections: dict[str, Connection] = field(default_factory=dict)
     welcomed: set[str] = field(default_factory=set)
     kv_servers: list[asyncio.Server] = field(default_factory=list)
+    exit_signal: int | None = None  # of its engine, as its agent has reported it
     ended_s: float = 0.0  # a control connection was closed, by whichever side
     given_up_s: float = 0.0  # the gateway closed one
     draining: bool = False
@@ -60,8 +64,8 @@ class Life:
 
     @property
     def crashed(self) -> bool:
-        """It has ended although nothing was done to it."""
-        return bool(self.ended_s) and self.struck is None
+        """Its engine fell to a fault of its own, as its agent says, although nothing was done to it."""
+        return self.exit_signal in CRASH_SIGNALS and self.struck is None
 
     def hold(self, process: str, pid: int) -> None:
         """Open the process that said hello, unless it has ended and another one got its number."""
@@ -209,7 +213,9 @@ class Proxy:
             self.watch.to_worker(life.worker, message)
 
     def from_worker(self, life: Life, process: str, message: Message) -> None:
-        if process == "engine" and self.lives.get(life.worker) is life:
+        if isinstance(message, EngineExited):
+            life.exit_signal = message.signal
+        elif process == "engine" and self.lives.get(life.worker) is life:
             self.watch.from_worker(life.worker, message)
 
     def ended(self, life: Life, *, by_gateway: bool) -> None:

@@ -35,7 +35,7 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError
 from relay.local.channel import Channel
 from relay.local.supervised import SupervisedWorkers
-from relay.local.supervision import Begin, GatewayFailed, GatewayReady, SupervisorToGateway, WorkerHopeless
+from relay.local.supervision import Begin, GatewayFailed, GatewayReady, Ping, Pong, SupervisorToGateway, WorkerHopeless
 from relay.worker.host import die_with_parent
 
 
@@ -104,9 +104,13 @@ class GatewayProcess:
     def _received(self, message: Any) -> None:
         if isinstance(message, Begin):
             if self._begin is not None and not self._begin.done():
-                for known in [*message.present, *message.exited]:
-                    self._launcher.told(known)
+                for present in message.present:
+                    self._launcher.told(present)
+                for exited in message.exited:
+                    self._launcher.told(exited)
                 self._begin.set_result(message)
+        elif isinstance(message, Ping):
+            self._channel.send(Pong())
         else:
             self._launcher.told(message)
 

@@ -25,14 +25,13 @@ def choose(only: tuple[str, ...]) -> list[Mutant]:
 
 
 def find_all(chosen: list[Mutant], jobs: int, as_json: bool) -> int:
-    """Plant them in turn, ``jobs`` at a time; prints what found them. The exit status is 0 if all were found."""
+    """Plant them in turn, ``jobs`` at a time; says what found each (on stderr with ``as_json``). Exit status 0: all were found."""
     findings: dict[str, Finding | None] = {}
 
     def done(mutant: Mutant, finding: Finding | None) -> None:
         findings[mutant.name] = finding
-        if not as_json:
-            text = f"{finding.invariant}, by {finding.by}" if finding else f"not found in {SEEDS} runs"
-            click.echo(f"{mutant.name}: {text}")
+        text = f"{finding.invariant}, by {finding.by}" if finding else f"not found in {SEEDS} runs"
+        click.echo(f"{mutant.name}: {text}", err=as_json)
 
     if jobs == 1 or len(chosen) == 1:
         for mutant in chosen:

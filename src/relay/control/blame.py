@@ -101,7 +101,7 @@ class Blame:
             request.suspicion.unexplained += 1
 
     def await_report(self, worker: Worker) -> None:
-        """``worker`` was lost and its agent may still say why: until then that counts against all it had."""
+        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had."""
         worker.unexplained = list({attempt.choice.request: None for attempt in worker.live})
         for request in worker.unexplained:
             request.suspicion.unexplained += 1

@@ -38,6 +38,7 @@ from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
 from relay.protocol.messages import (
+    HANDED_BACK,
     Accept,
     CacheChanged,
     Drained,
@@ -93,7 +94,7 @@ class GatewayCore:
             Tokens: self._tokens.tokens,
             Accept: self._dispatcher.accepted,
             EngineRefuse: self._refused,
-            SequenceFailed: self._tokens.failed,
+            SequenceFailed: self._sequence_failed,
             Load: self._load,
             CacheChanged: self._cache_changed,
             Orphans: self._orphans,
@@ -188,6 +189,11 @@ class GatewayCore:
         if message.reason == "draining":
             self._membership.leaving.said(worker, now_ns)
 
+    def _sequence_failed(self, worker: Worker, message: SequenceFailed, now_ns: int) -> None:
+        if message.reason == HANDED_BACK:  # perhaps before a heartbeat tells of the drain
+            self._membership.leaving.said(worker, now_ns)
+        self._tokens.failed(worker, message, now_ns)
+
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         worker.load = message
         if worker.full or worker.queue_full:
@@ -231,9 +237,9 @@ class GatewayCore:
             return
         if self.state.stopped:
             return
+        self._membership.leaving.tick(now_ns)  # first: what leaves is given nothing by what follows
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
-        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
             worker.full = worker.queue_full = False

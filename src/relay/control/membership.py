@@ -202,11 +202,14 @@ class Membership:
         self._blame.long_step(worker, ())
         for request in list(worker.watched):
             worker.unwatch(request)
-        if not fence:
+        if worker.engine_exit is None and not hung:
             self._blame.await_report(worker)
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
-                self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
+                if worker.refuses:  # it left as asked, before it had heard of this
+                    self._dispatcher.close(attempt, now_ns, f"{worker.id} has drained")
+                else:
+                    self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
         restart = self._state.config.restart
         if fence:
             self._fence(worker, now_ns)
@@ -216,7 +219,6 @@ class Membership:
         self._dispatcher.pump(now_ns)
 
     def _fence(self, worker: Worker, now_ns: int) -> None:
-        self._blame.explained(worker)
         worker.agent_open = worker.engine_open = False
         self._state.commands.append(CloseWorker(worker.key))
         if not worker.cut:

@@ -220,7 +220,7 @@ class GatewayShell:
             self._handle(ChoiceFinished(request, choice))
 
     def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
-        commands = self._core.handle(LeaveOrdered(tuple(workers), stay_out, rolling), self._now_ns())
+        commands = self._decide(LeaveOrdered(tuple(workers), stay_out, rolling))
         self._execute(commands)
         return next((command.reason for command in commands if type(command) is LeaveRefused), "")
 

@@ -233,7 +233,7 @@ class TokenPath:
         attempt = request.choices[message.choice].find(message.attempt)
         if attempt is None or not attempt.on(worker):
             return
-        if message.retry and worker.refuses:
+        if message.retry and any(each.refuses for each in attempt.workers):
             self._dispatcher.close(attempt, now_ns, f"{worker.id} drains")  # handed back in its drain time-out
             return
         if message.retry:

@@ -176,6 +176,9 @@ class Tokens(Message, tag="tokens"):
     entries: list[TokenEntry]
 
 
+HANDED_BACK = "draining"  # reason of a sequence that was not finished in the engine's drain time-out
+
+
 class SequenceFailed(Message, tag="failed"):
     """This attempt ended without finishing. ``retry``: the fault lay in the transfer or the peer, not in the request."""
 

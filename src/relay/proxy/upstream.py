@@ -80,13 +80,14 @@ class Exchange:
         up = self._upstream
         try:
             opening = asyncio.open_connection(up.host, up.port)
-            self._reader, self._writer = await asyncio.wait_for(opening, CONNECT_S)
+            self._reader, writer = await asyncio.wait_for(opening, CONNECT_S)
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(f"{up.host}:{up.port}: {error or 'timed out'}") from error
+        self._writer = writer
         lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: %b:%d" % (up.host.encode(), up.port)]
         lines += [b"%b: %b" % header for header in headers if header[0] not in HOP_HEADERS and header[0] != b"host"]
         lines += [b"connection: close"]
-        self._writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
         while not self._answer.head:
             await self._read()
         self._answer.status = self._parser.get_status_code()

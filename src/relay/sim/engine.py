@@ -120,6 +120,14 @@ class EngineProcess(Process):
         """This process's clock."""
         return self.kernel.now_ns
 
+    @property
+    def busy(self) -> bool:
+        """It holds or computes something."""
+        core = self.core
+        if len(core.held) or len(core.orphans) or self.transport.open_transfers():
+            return True
+        return self.scheduler.has_work()
+
     # --- the gateway ----------------------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:

@@ -15,6 +15,7 @@ MAX_ENGINES = 3
 def taken(world: "World") -> None:
     """An engine is lost to a poison request. A gateway that dies takes what it knew of it along, so the count begins anew."""
     world.poison_crashes += 1
+    world.last_fault_ns = world.kernel.now_ns
     world.kernel.tell("the poison takes an engine, for the {}. time", world.poison_crashes)
     if world.poison_crashes > MAX_ENGINES * (world.num_poison + world.faults["kill_gateway"]):
         raise Violation("I11", f"{world.num_poison} poison requests have taken {world.poison_crashes} engines")

@@ -2,6 +2,7 @@
 
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -114,7 +115,10 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
         failure = _failure(tape, world, "core", text, name)
     if world is None:
         raise AssertionError(f"the world of seed {tape.seed} could not be made: {failure}")
-    kernel, counters = world.kernel, world.gateway.core.state.counters
+    kernel = world.kernel
+    counters: Counter[str] = Counter()
+    for node in world.gateways.values():
+        counters.update(node.core.state.counters)
     return Run(
         seed=tape.seed,
         events=kernel.events,

@@ -87,12 +87,15 @@ class World(Disturbances):
     @property
     def gateway(self) -> GatewayNode:
         """The first one that lives (or would)."""
-        nodes = list(self.gateways.values())
-        return next((node for node in nodes if node.alive), nodes[0])
+        return next((node for node in self.gateways.values() if node.alive), self.gateways[self.swarm.gateways[0]])
 
     def story(self, lines: int) -> list[str]:
-        """The last ``lines`` lines of what happened and what the gateway decided, oldest first."""
-        told = [*self.kernel.story(), *self.gateway.core.state.story.everything()]
+        """The last ``lines`` lines of what happened and what the gateways decided, oldest first."""
+        told = self.kernel.story()
+        for host, node in self.gateways.items():
+            name = f"{host}, " if len(self.gateways) > 1 else ""
+            decided = node.core.state.story.everything()
+            told += [(at - self.kernel.origin_ns, f"{name}{text}") for at, text in decided]
         told.sort(key=lambda line: line[0])
         return [f"{at / 1e6:10.3f} ms  {text}" for at, text in told[-lines:]]
 
@@ -158,8 +161,9 @@ class World(Disturbances):
     def _unfinished(self) -> str:
         open_requests = [client.request for client in self.clients.values() if client.open]
         states = {worker.id: worker.state.value for worker in self.gateway.core.state.workers.values()}
-        tellers = [node.core for node in self.gateways.values()]
-        stories = [line for request in open_requests[:1] for core in tellers for line in core.story(request)[-5:]]
+        stories = [
+            line for r in open_requests[:1] for node in self.gateways.values() for line in node.core.story(r)[-5:]
+        ]
         return f"after the bound requests {open_requests} are open, workers are {states}; {' | '.join(stories)}"
 
     def _all_ended(self) -> bool:
@@ -169,18 +173,13 @@ class World(Disturbances):
         return self._open_client is None
 
     def _all_ready(self) -> bool:
-        states = [node.core.state for node in self.gateways.values()]
-        return all(worker.state is WorkerState.READY for state in states for worker in state.workers.values())
+        workers = [worker for node in self.gateways.values() for worker in node.core.state.workers.values()]
+        return all(worker.state is WorkerState.READY for worker in workers)
 
     def _quiet(self) -> bool:
-        timers = [key for node in self.gateways.values() for key in node.timers if key[0] != "tick"]
-        if timers or not self._all_ready():
+        if not self._all_ready() or any(key[0] != "tick" for node in self.gateways.values() for key in node.timers):
             return False
-        engines = [node.running for node in self.workers.values()]
-        return not any(
-            e and (len(e.core.held) or len(e.core.orphans) or e.transport.open_transfers() or e.scheduler.has_work())
-            for e in engines
-        )
+        return not any(node.running is not None and node.running.busy for node in self.workers.values())
 
     def _audit(self) -> None:
         self.checkers.audit()

@@ -13,6 +13,7 @@ from relay.ids import SequenceKey
 from relay.kernels.backend import SampledToken
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
+    HANDED_BACK,
     Accept,
     Cancel,
     Drain,
@@ -83,12 +84,7 @@ class WorkerConfig:
 class WorkerCore:
     """``digest_kv(block_table, num_tokens)`` hashes KV bytes for capturing requests; it must read the blocks at once."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        scheduler: Scheduler,
-        digest_kv: DigestKv,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, digest_kv: DigestKv) -> None:
         self._config = config
         self._scheduler = scheduler
         self._digest_kv = digest_kv
@@ -102,15 +98,8 @@ class WorkerCore:
         self._counters: Counter[str] = Counter()
         self._reporter = LoadReporter(scheduler, self._counters, config.report_interval_ns)
         self._commands: list[Command] = []
-        self._custody = Custody(
-            self._held,
-            scheduler,
-            self._reporter,
-            self._counters,
-            self._commands,
-            config.max_held,
-            config.orphan_hold_ns,
-        )
+        bounds = (config.max_held, config.orphan_hold_ns)
+        self._custody = Custody(self._held, scheduler, self._reporter, self._counters, self._commands, *bounds)
 
     @property
     def draining(self) -> bool:
@@ -215,9 +204,8 @@ class WorkerCore:
                     return
                 if held is not None:
                     self._custody.drop(held, "superseded")
-                elif self._held.is_over(key):
-                    return
-                self._take(gateway, order, key)
+                if held is not None or not self._held.is_over(key):
+                    self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:
         work = order.work
@@ -382,7 +370,7 @@ class WorkerCore:
     def _hand_back_all(self) -> None:
         """The drain took too long: the gateway resumes the rest elsewhere from the committed tokens."""
         for held in list(self._held.by_key.values()):
-            self._custody.fail(held, "draining", retry=True)
+            self._custody.fail(held, HANDED_BACK, retry=True)
 
     def _exit(self, status: int, reason: str) -> None:
         if not self._exited:

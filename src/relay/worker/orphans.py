@@ -26,6 +26,7 @@ class Orphans:
         self._limit = limit
         self._all: dict[OrphanKey, Orphan] = {}
         self.changed = False
+        self.num_adopted = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -62,6 +63,7 @@ class Orphans:
 
     def remove(self, orphan: Orphan) -> None:
         """It has a gateway again."""
+        self.num_adopted += 1
         del self._all[orphan.work.resume_key, orphan.work.choice]
         self.changed = True
 

@@ -61,33 +61,38 @@ def serve(
     users: list[socket.socket] = []
     answered: list[socket.socket] = []
     patience_s = first_user_s
-    while True:
-        watched: list[socket.socket | int] = [listener, *answered, *([] if loaded else [done_read])]
-        ready, _, _ = select.select(watched, [], [], patience_s if not users else None)
-        if failure:
-            raise failure[0]
-        if not ready:
-            return
-        for source in ready:
-            if source is listener:
-                user, _ = listener.accept()
-                if same_user(user):
-                    users.append(user)
-                else:
-                    user.close()
-            elif isinstance(source, socket.socket):  # a user never sends, so it has left
-                source.close()
-                users.remove(source)
-                answered.remove(source)
-                patience_s = unused_s
-        if loaded:
-            for user in [user for user in users if user not in answered]:
-                try:
-                    send_message(user, loaded[0]())
-                    answered.append(user)
-                except OSError:
-                    user.close()
-                    users.remove(user)
+    try:
+        while True:
+            watched: list[socket.socket | int] = [listener, *answered, *([] if loaded else [done_read])]
+            ready, _, _ = select.select(watched, [], [], patience_s if not users else None)
+            if failure:
+                raise failure[0]
+            if not ready:
+                return
+            for source in ready:
+                if source is listener:
+                    user, _ = listener.accept()
+                    if same_user(user):
+                        users.append(user)
+                    else:
+                        user.close()
+                elif isinstance(source, socket.socket):  # a user never sends, so it has left
+                    source.close()
+                    users.remove(source)
+                    answered.remove(source)
+                    patience_s = unused_s
+            if loaded:
+                for user in [user for user in users if user not in answered]:
+                    try:
+                        send_message(user, loaded[0]())
+                        answered.append(user)
+                    except OSError:
+                        user.close()
+                        users.remove(user)
+    finally:
+        for user in users:
+            user.close()
+        os.close(done_read)
 
 
 def _load(spec: WorkerSpec) -> Callable[[], bytes]:

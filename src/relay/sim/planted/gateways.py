@@ -2,26 +2,19 @@
 
 from typing import Any
 
+from relay.control.membership import Membership
+from relay.ids import SequenceKey
+from relay.protocol.messages import TokenEntry, Work
 from relay.sim.planted.mutant import Mutant
 from relay.worker.custody import Custody
+from relay.worker.held import Held
 from relay.worker.orphans import Orphans
-from relay.worker.owners import Owners
+from relay.worker.table import HeldTable
 from relay.worker.token_log import TokenLog
 
 
 def _never_expired(original: Any) -> Any:
     return lambda orphans, now_ns: []
-
-
-def _any_epoch(original: Any) -> Any:
-    """Every life of a gateway counts, the old one beside the new one."""
-
-    def connected(owners: Owners, connection: int, gateway: str, epoch: int) -> tuple[bool, list[int]]:
-        owners._epochs[gateway] = 0
-        original(owners, connection, gateway, epoch)
-        return True, []
-
-    return connected
 
 
 def _dropped_at_once(original: Any) -> Any:
@@ -46,10 +39,47 @@ def _one_late(original: Any) -> Any:
     return entry
 
 
+def _forgets_what_was_said(original: Any) -> Any:
+    """The new owner hears only what comes from now on."""
+
+    def entry(log: TokenLog, name: SequenceKey, old: Work, position: int) -> TokenEntry | None:
+        return None
+
+    return entry
+
+
+def _keeps_the_old_owner(original: Any) -> Any:
+    def rename(table: HeldTable, held: Held, name: SequenceKey, gateway: int) -> None:
+        original(table, held, name, 1)
+
+    return rename
+
+
+def _any_sequence_will_do(original: Any) -> Any:
+    """The first orphan is as good as the one that was asked for."""
+
+    def find(orphans: Orphans, work: Work) -> Any:
+        return next((o for o in orphans._all.values() if o.held is not None), None)
+
+    return find
+
+
+def _cut_is_death(original: Any) -> Any:
+    """A worker whose connection to one gateway was lost is killed for all."""
+
+    def lose(membership: Membership, *arguments: Any, cut: bool = False, **keywords: Any) -> None:
+        original(membership, *arguments, **keywords)
+
+    return lose
+
+
 TABLE = (
     Mutant("an adopted stream begins one late", "I16", TokenLog, "entry", _one_late),
     Mutant("orphans are dropped at once", "I16", Custody, "gateway_lost", _dropped_at_once),
     Mutant("orphans are never freed", "I8", Orphans, "expired", _never_expired),
-    Mutant("old lives of a gateway count", "I3", Owners, "connected", _any_epoch),
     Mutant("the list of orphans is not told", "I16", Custody, "news", _silent),
+    Mutant("an orphan's tokens are not told", "I16", TokenLog, "entry", _forgets_what_was_said),
+    Mutant("an adopted sequence stays with its first owner", "I3", HeldTable, "rename", _keeps_the_old_owner),
+    Mutant("any orphan is taken over", "I16", Orphans, "find", _any_sequence_will_do),
+    Mutant("a lost connection kills the worker", "scenario", Membership, "lose", _cut_is_death),
 )

@@ -7,8 +7,14 @@ from relay.sim import kv_link
 from relay.sim.planted.mutant import Mutant, nothing
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
+from relay.worker.announce import Announcer
 from relay.worker.core import WorkerCore
 from relay.worker.table import HeldTable
+
+
+def _forgets_nothing(original: Any) -> Any:
+    """A prompt that lost its blocks goes on as if it had them."""
+    return lambda announcer, released: []
 
 
 def _never_acknowledge(original: Any) -> Any:
@@ -103,7 +109,7 @@ TABLE = (
     Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
     Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
     Mutant("checksums not verified", "I7", kv_link, "verify", nothing),
-    Mutant("preempted prompts not announced anew", "I7", WorkerCore, "_revoke_preempted", nothing),
+    Mutant("preempted prompts not announced anew", "I7", Announcer, "preempted", _forgets_nothing),
     Mutant("stale epoch accepted", "I18", Receiver, "_hear", _epoch_ignored),
     Mutant("stale attempt accepted", "I18", Receiver, "_hear", _attempt_ignored),
     Mutant("acknowledged blocks are kept", "I8", WorkerCore, "_send_ended", _never_acknowledge),

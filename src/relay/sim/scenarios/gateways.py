@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster
 from relay.sim.swarm import MS
+from relay.worker.core import WorkerConfig
 
 PAIR = ("gateway-0", "gateway-1")
+HOLD_MS = 1500
 
 
 def _two_gateways(stage: Stage) -> None:
@@ -33,6 +36,52 @@ def _two_gateways(stage: Stage) -> None:
     stage.require(other.alive, "the second gateway died too")
 
 
+def _busy(stage: Stage, requests: int, max_tokens: int = 40) -> list[Client]:
+    clients = [stage.submit(prompt=24, max_tokens=max_tokens, salt=salt) for salt in range(requests)]
+    stage.until(lambda: all(client.tokens[0] for client in clients), "all have tokens")
+    return clients
+
+
+def _nobody_comes_back(stage: Stage) -> None:
+    clients = _busy(stage, 4, max_tokens=80)
+    stage.kill_gateway("gateway-0", 100)
+    for client in clients:
+        stage.disconnect(client)
+    stage.until(stage.all_idle, "what nobody asks for is freed", HOLD_MS + 200)
+    stage.finish(stage.submit(prompt=24, max_tokens=4, salt=9))
+
+
+def _gateways_stay_away(stage: Stage) -> None:
+    clients = _busy(stage, 3)
+    before = stage.incarnations()
+    for gateway in PAIR:
+        stage.kill_gateway(gateway, HOLD_MS + 1000)
+    stage.wait(HOLD_MS + 500)
+    alive = [name for name, node in stage.world.workers.items() if node.alive or node.running is not None]
+    stage.require(not alive, f"{alive} outlive their gateways")
+    stage.finish(*clients)  # computed anew, by new workers
+    stage.require(
+        all(stage.incarnations()[worker] > life for worker, life in before.items()), "workers were not started"
+    )
+
+
+def _cut_connection(stage: Stage) -> None:
+    clients = _busy(stage, 4)
+    before = stage.incarnations()
+    worker = stage.decode_of(clients[0])
+    stage.fault("cut_engine", worker)
+    for side in stage.world.network.connections_of(worker, "engine"):
+        if side.peer.host == "gateway-0":
+            side.reset("connection reset")
+    stage.until(lambda: not stage.ready(worker), "the loss is noticed", 100)
+    stage.until(lambda: stage.ready(worker), "it is connected again", 1000)
+    stage.finish(*clients)
+    stage.require(stage.incarnations() == before, "a worker died of one gateway's lost connection")
+
+
+_SWARM = cluster(
+    1, 2, gateways=PAIR, worker=WorkerConfig(report_interval_ns=10 * MS, orphan_hold_ns=HOLD_MS * MS), load_ms=20
+)
 _CLUSTER = cluster(1, 2)
 
 SCENARIOS = (
@@ -42,5 +91,26 @@ SCENARIOS = (
         "one of two gateways dies under four streams: the other goes on with each exactly, no worker dies, the first comes back",
         replace(_CLUSTER, gateways=PAIR, worker=replace(_CLUSTER.worker, orphan_hold_ns=2000 * MS)),
         _two_gateways,
+    ),
+    Scenario(
+        "orphans-nobody-wants",
+        "Sequences of a dead front end keep their memory for ever, because nobody is left who could cancel them.",
+        "A gateway is killed and its clients are gone too: what it had ordered is freed when the hold is over.",
+        _SWARM,
+        _nobody_comes_back,
+    ),
+    Scenario(
+        "gateways-stay-away",
+        "Workers of a dead front end go on for days, hold their GPUs, and nobody knows of them.",
+        "All gateways are dead for longer than the hold: workers end by themselves; later everything is computed anew.",
+        _SWARM,
+        _gateways_stay_away,
+    ),
+    Scenario(
+        "cut-connection",
+        "One front end loses its connection to a worker and has it restarted, under everybody else's requests.",
+        "An engine's connection to one of two gateways is reset: its attempts move, the worker stays and dials again.",
+        _SWARM,
+        _cut_connection,
     ),
 )

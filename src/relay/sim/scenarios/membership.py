@@ -3,6 +3,8 @@
 from relay.config import SECOND
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster, control
+from relay.sim.swarm import MS
+from relay.worker.core import WorkerConfig
 
 
 def _busy(stage: Stage, requests: int = 6, max_tokens: int = 40) -> list[Client]:
@@ -137,6 +139,20 @@ def _version_skew(stage: Stage) -> None:
     stage.require(stage.engine(first).numerics != stage.engine(third).numerics, "there was no skew")
 
 
+def _sigterm(stage: Stage) -> None:
+    for salt, victim in enumerate(("decode-0", "prefill-0", "decode-1")):
+        clients = [stage.submit(prompt=80, max_tokens=30, salt=10 * salt + each) for each in range(4)]
+        stage.until(lambda: not stage.idle(victim), f"{victim} has work")  # noqa: B023 - called at once
+        before = stage.incarnations()[victim]
+        stage.terminate(victim)
+        stage.until(
+            lambda: stage.incarnations()[victim] > before and stage.ready(victim),  # noqa: B023
+            f"{victim} is replaced",
+            3000,
+        )
+        stage.finish(*clients, within_ms=5000)
+
+
 SCENARIOS = (
     Scenario(
         "master-stall",
@@ -186,6 +202,13 @@ SCENARIOS = (
         "workers are replaced one after another by ones with other numerics under load: KV never crosses, no stream fails",
         cluster(2, 2),
         _rolling_upgrade,
+    ),
+    Scenario(
+        "sigterm-under-load",
+        "vLLM: SIGTERM aborts what runs, and a prefill worker cannot wait until its KV has been pulled",
+        "decode and prefill workers get SIGTERM in the middle of streams, with 60 ms to drain: all streams go on, exactly",
+        cluster(1, 2, worker=WorkerConfig(report_interval_ns=10 * MS, drain_timeout_ns=60 * MS)),
+        _sigterm,
     ),
     Scenario(
         "version-skew",

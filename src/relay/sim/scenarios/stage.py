@@ -288,10 +288,13 @@ class Stage:
 
         return self._until_healed(thaw, worker)
 
-    def kill_gateway(self, host: str) -> None:
-        """With all it knows. Its clients come back to another one."""
+    def kill_gateway(self, host: str, ms: int = 0) -> None:
+        """With all it knows. Its clients come back to another one. With ``ms``, another life of it begins after that time."""
         self.fault("kill_gateway", "")
         self.world.supervisor.kill(self.world.gateways[host])
+        if ms:
+            start = self._until_healed(lambda: self.world.supervisor.start(host), "")
+            self.kernel.after(ms * MS, start)
 
     def stall_gateway(self, ms: int) -> None:
         self.fault("gateway_stall", "")

@@ -45,6 +45,7 @@ def _partial_kv(stage: Stage) -> None:
             stage.until(stage.all_idle, "every worker is free again", 1000)
             continue
         stage.finish(client)
+        stage.world.network.corrupt_next_kv = 0
         again = f"attempt {attempt + 1}:" in stage.story(client)
         stage.require(again, f"{blow}: attempt {attempt} went on from a part of its KV")
         stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
