@@ -57,7 +57,7 @@ def _end_with_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def declare_compiling(page: StatusPage, clock: MonotonicClock) -> None:
-    """Show kernels that are compiled after the start, by whatever thread, as what they are: no deadline of steps counts that time."""
+    """Show kernels that are compiled after the start, by whatever thread, as that: no deadline of steps counts their time."""
     from relay.kernels.cuda.launch import watch_compiler
 
     watch_compiler(*compile_phases(page, clock.now_ns))
