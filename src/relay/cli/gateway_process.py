@@ -35,7 +35,7 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError
 from relay.local.channel import Channel
 from relay.local.supervised import SupervisedWorkers
-from relay.local.supervision import Begin, GatewayFailed, GatewayReady, SupervisorToGateway, WorkerHopeless
+from relay.local.supervision import Begin, GatewayFailed, GatewayReady, Ping, Pong, SupervisorToGateway, WorkerHopeless
 from relay.worker.host import die_with_parent
 
 
@@ -109,6 +109,8 @@ class GatewayProcess:
                 for exited in message.exited:
                     self._launcher.told(exited)
                 self._begin.set_result(message)
+        elif isinstance(message, Ping):
+            self._channel.send(Pong())
         else:
             self._launcher.told(message)
 

@@ -30,6 +30,8 @@ from relay.local.supervision import (
     GatewayReady,
     GatewayToSupervisor,
     KillWorker,
+    Ping,
+    Pong,
     StartWorker,
     WorkerExited,
     WorkerHopeless,
@@ -37,12 +39,16 @@ from relay.local.supervision import (
 )
 from relay.local.workers import LocalWorkers
 from relay.protocol.messages import EngineExited
+from relay.worker.agent import engine_state as process_state
 
 STABLE_S = 5.0  # a gateway that lived so long is started again at once
 MAX_DELAY_S = 5.0
 FIRST_DELAY_S = 0.1
 START_ATTEMPTS = 3  # of a gateway, before all were ever ready
 DRAIN_SLACK_S = 5.0
+PING_S = 1.0
+STOPPED_S = 2.0  # a gateway in state T for so long is dead to its clients
+HUNG_S = 15.0  # no answer for so long: its event loop does not turn
 logger = logging.getLogger("relay.supervisor")
 
 
@@ -71,6 +77,8 @@ class Gateway:
         self.started_s = 0.0
         self.failures = 0
         self.ready = False
+        self.heard_s = 0.0
+        self.stopped_s = 0.0  # since when it is in state T; 0: it is not
 
     def send(self, message: Any) -> None:
         if self.channel is not None:
@@ -124,6 +132,7 @@ class Supervisor:
                     await self._start(gateway)
                 await self._wait(lambda: self._complete or self._signals > 0)
             if self._complete:
+                self._spawn(self._look_after())
                 self._log.release()
                 say_banner(config, self._listener, model, self._max_model_len, self._phases.line())
                 await self._wait(lambda: self._signals > 0)
@@ -150,6 +159,7 @@ class Supervisor:
     async def _start(self, gateway: Gateway) -> None:
         self._epoch += 1
         gateway.epoch, gateway.started_s, gateway.ready = self._epoch, time.monotonic(), False
+        gateway.stopped_s = 0.0
         ours, theirs = socket.socketpair()
         descriptors = {"supervisor": theirs, "http": self._listener, "workers": gateway.listener}
         command = [sys.executable, "-m", "relay.cli.gateway_process", "--parent", str(os.getpid())]
@@ -206,6 +216,30 @@ class Supervisor:
         if not self._stopping:
             await self._start(gateway)
 
+    async def _look_after(self) -> None:
+        """Kill gateways that stand still: their clients go on elsewhere. Our own stalls are nobody's death."""
+        last_s = time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(PING_S)
+            now_s = time.monotonic()
+            late_s, last_s = now_s - last_s - PING_S, now_s
+            for gateway in self._gateways:
+                if gateway.process is None or not gateway.ready:
+                    continue
+                gateway.send(Ping())
+                if late_s > PING_S:
+                    gateway.heard_s, gateway.stopped_s = now_s, 0.0
+                frozen = process_state(gateway.process.pid) in ("T", "t")
+                gateway.stopped_s = (gateway.stopped_s or now_s) if frozen else 0.0
+                why = ""
+                if gateway.stopped_s and now_s - gateway.stopped_s >= STOPPED_S - PING_S:
+                    why = "is stopped"
+                elif now_s - gateway.heard_s >= HUNG_S:
+                    why = f"has not answered for {now_s - gateway.heard_s:.0f} s"
+                if why:
+                    logger.warning("killing %s: it %s", gateway.name, why)
+                    gateway.process.kill()
+
     def _tell_lives(self) -> None:
         lives = [GatewayLife(g.name, g.epoch, g.process.pid) for g in self._gateways if g.process is not None]
         self._tell(GatewayLives(lives))
@@ -221,10 +255,12 @@ class Supervisor:
         match message:
             case StartWorker():
                 self._start_worker(gateway, message)
+            case Pong():
+                gateway.heard_s = time.monotonic()
             case KillWorker(worker, incarnation):
                 self._workers.stop(WorkerKey(worker, incarnation), kill=True)
             case GatewayReady(max_model_len):
-                gateway.ready = True
+                gateway.ready, gateway.heard_s = True, time.monotonic()
                 self._max_model_len = self._max_model_len or max_model_len
                 self._complete = self._complete or all(each.ready for each in self._gateways)
                 self._changed.set()

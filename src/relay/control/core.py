@@ -237,9 +237,9 @@ class GatewayCore:
             return
         if self.state.stopped:
             return
+        self._membership.leaving.tick(now_ns)  # first: what leaves is given nothing by what follows
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
-        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
             worker.full = worker.queue_full = False

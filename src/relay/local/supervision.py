@@ -90,5 +90,13 @@ class Begin(Message, tag="begin"):
     exited: list[WorkerExited]
 
 
-GatewayToSupervisor = StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed
-SupervisorToGateway = Begin | WorkerExited | WorkerPresent | GatewayLives
+class Pong(Message, tag="pong"):
+    """To a ``Ping``: its event loop turns."""
+
+
+class Ping(Message, tag="ping"):
+    """Asked every second of a gateway that serves."""
+
+
+GatewayToSupervisor = Pong | StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed
+SupervisorToGateway = Begin | Ping | WorkerExited | WorkerPresent | GatewayLives
