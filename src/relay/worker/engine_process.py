@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -56,13 +57,24 @@ def _end_with_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def declare_compiling(page: StatusPage, clock: MonotonicClock) -> None:
-    """Show kernels that are compiled in the middle of a step as what they are, so that no deadline of steps counts their time."""
+    """Show kernels that are compiled after the start, by whatever thread, as that: no deadline of steps counts their time."""
     from relay.kernels.cuda.launch import watch_compiler
 
-    watch_compiler(
-        lambda: page.set_phase("compiling", clock.now_ns()),
-        lambda: page.set_phase("stepping", clock.now_ns()),
-    )
+    watch_compiler(*compile_phases(page, clock.now_ns))
+
+
+def compile_phases(page: StatusPage, now_ns: Callable[[], int]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What to call before and after a compilation: "compiling", then the phase that was before, its age counted anew."""
+    interrupted: list[Phase] = []
+
+    def begin() -> None:
+        interrupted.append(page.phase)
+        page.set_phase("compiling", now_ns())
+
+    def end() -> None:
+        page.set_phase(interrupted.pop(), now_ns())
+
+    return begin, end
 
 
 def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
