@@ -107,7 +107,7 @@ class Fleet:
     def start(self, worker: WorkerKey, role: str) -> None:
         self.workers[worker] = SocketWorker(worker, role, self)
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+    def stop(self, worker: WorkerKey, *, kill: bool, word=None) -> None:
         self.workers[worker].die()
 
     def handoff(self, order: Prefill, key: SequenceKey) -> None:

@@ -257,8 +257,8 @@ class Supervisor:
                 self._start_worker(gateway, message)
             case Pong():
                 gateway.heard_s = time.monotonic()
-            case KillWorker(worker, incarnation):
-                self._workers.stop(WorkerKey(worker, incarnation), kill=True)
+            case KillWorker(worker, incarnation, word):
+                self._workers.stop(WorkerKey(worker, incarnation), kill=True, word=word)
             case GatewayReady(max_model_len):
                 gateway.ready, gateway.heard_s = True, time.monotonic()
                 self._max_model_len = self._max_model_len or max_model_len

@@ -22,11 +22,17 @@ NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 
 
 def exit_text(message: EngineExited) -> str:
-    return f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+    if message.hung_ms:
+        return f"no progress in a step for {message.hung_ms} ms"
+    return "engine exited with " + (
+        f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+    )
 
 
 def crashed(message: EngineExited) -> bool:
-    """The engine ended by its own fault, and not because somebody killed or stopped it."""
+    """The engine ended by its own fault, and not because somebody killed or stopped it for no fault of its own."""
+    if message.hung_ms:
+        return True
     if message.signal is not None:
         return message.signal in CRASH_SIGNALS
     return message.status not in NO_CRASH_STATUSES
@@ -101,10 +107,19 @@ class Blame:
             request.suspicion.unexplained += 1
 
     def await_report(self, worker: Worker) -> None:
-        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had."""
-        worker.unexplained = list({attempt.choice.request: None for attempt in worker.live})
+        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had,
+        and all of which a step may have been left there.
+        """
+        had = [attempt.choice.request for attempt in worker.live]
+        worker.unexplained = list(dict.fromkeys([*had, *worker.long_step, *worker.watched]))
         for request in worker.unexplained:
             request.suspicion.unexplained += 1
+
+    def rejoined(self, worker: Worker) -> None:
+        """The engine of ``worker`` was only out of sight: a step of what it had may run, or hang, there still."""
+        for request in worker.unexplained:
+            worker.watch(request)
+        self.explained(worker)
 
     def explained(self, worker: Worker) -> None:
         """Why ``worker`` was lost is known, or will not be known any more."""

@@ -52,7 +52,7 @@ class WorkerStarted:
 class LauncherExited:
     """The launcher saw the end of what it started for this incarnation; ``reason`` if it could not even start it.
 
-    ``engine``: the agent's last word about its engine, where it left one.
+    ``engine``: the agent's last word about its engine, where it left one, or that of the gateway that had it killed for a hang.
     """
 
     worker: WorkerKey

@@ -64,7 +64,7 @@ class WorkerLauncher(Protocol):
 
     def start(self, worker: WorkerKey, role: Role) -> None: ...
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None: ...
+    def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None: ...
 
 
 class _Subscriber:
@@ -121,7 +121,7 @@ class GatewayShell:
             RejectConnection: self._reject,
             CloseWorker: self._close_worker,
             LaunchWorker: self._launch,
-            StopWorker: lambda command: self._launcher.stop(command.worker, kill=command.kill),
+            StopWorker: lambda command: self._launcher.stop(command.worker, kill=command.kill, word=command.word),
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
             WorkerGaveUp: self._worker_gave_up,

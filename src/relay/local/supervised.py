@@ -4,7 +4,7 @@ from relay.control.shell import GatewayShell
 from relay.ids import WorkerKey
 from relay.local.channel import Channel
 from relay.local.supervision import GatewayLives, KillWorker, StartWorker, WorkerExited, WorkerPresent
-from relay.protocol.messages import Role
+from relay.protocol.messages import EngineExited, Role
 
 
 class SupervisedWorkers:
@@ -24,9 +24,9 @@ class SupervisedWorkers:
     def start(self, worker: WorkerKey, role: Role, cause: str = "") -> None:
         self._channel.send(StartWorker(worker.worker, worker.incarnation, role, cause))
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+    def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None:
         if kill:
-            self._channel.send(KillWorker(worker.worker, worker.incarnation))
+            self._channel.send(KillWorker(worker.worker, worker.incarnation, word))
 
     def told(self, message: WorkerExited | WorkerPresent | GatewayLives) -> None:
         """What the supervisor says, to the shell."""

@@ -15,10 +15,11 @@ class StartWorker(Message, tag="start_worker"):
 
 
 class KillWorker(Message, tag="kill_worker"):
-    """SIGKILL to everything of this incarnation. Idempotent."""
+    """SIGKILL to everything of this incarnation. Idempotent. ``word``: told with its end to every gateway."""
 
     worker: str
     incarnation: int
+    word: EngineExited | None = None
 
 
 class GatewayReady(Message, tag="gateway_ready"):
