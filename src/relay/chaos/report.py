@@ -49,6 +49,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         "different": sum(cell.different for cell in cells),
         "failed": sum(cell.failed for cell in cells),
         "leaked": sum(cell.leaked for cell in cells),
+        "reposted": sum(cell.reposted for cell in cells),
         "disagreements": sum(cell.disagreements for cell in cells),
         "poison": {name: sum(getattr(cell, name) for cell in cells) for name in ("poison", "quarantined", "crashes")},
         "replayed": {name: sum(getattr(cell, name) for cell in cells) for name in REPLAYED},

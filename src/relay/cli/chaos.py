@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from relay.chaos.plan import choose_kinds
+from relay.chaos.plan import Ground, choose_kinds
 from relay.chaos.report import report
 from relay.chaos.run import run_chaos
 from relay.chaos.settings import ChaosSettings
@@ -23,6 +23,7 @@ from relay.errors import UsageError
 @click.option("--seed", "seeds", type=click.IntRange(min=0), multiple=True, help="Of requests and faults; several.")
 @click.option("--seeds", "num_seeds", type=click.IntRange(1, 1000), help="That many seeds from 1 on instead.")
 @click.option("--shape", "shapes", multiple=True, help="2P+3D, or 3 for colocated workers; several.  [default: 1P+2D]")
+@click.option("--gateways", type=int, default=1, show_default=True, help="Of each cluster; several are killed, too.")
 @click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
 @click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
@@ -55,6 +56,7 @@ def chaos(
     seeds: tuple[int, ...],
     num_seeds: int | None,
     shapes: tuple[str, ...],
+    gateways: int,
     kinds: str,
     concurrency: int,
     longest_prompt: int,
@@ -92,13 +94,14 @@ def chaos(
         concurrency=concurrency,
         longest_words=longest_prompt,
         longest_answer=longest_answer,
+        gateways=gateways,
         poison=poison,
         inject=inject or "",
         trace=trace,
         keep=keep,
     )
     for shape in settings.shapes:
-        choose_kinds(list(settings.kinds), shape)
+        choose_kinds(list(settings.kinds), Ground(shape, gateways))
 
     def say(text: str) -> None:
         click.echo(text, err=True)
@@ -139,6 +142,8 @@ def _print(document: dict[str, Any]) -> None:
     replayed = document["replayed"]
     if replayed["recordings"]:
         click.echo(f"{replayed['replayed']} of {replayed['recordings']} recordings replayed to the same decisions")
+    if document["reposted"]:
+        click.echo(f"{document['reposted']} answers went on at another gateway")
     counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
     click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 
