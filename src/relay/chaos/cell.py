@@ -139,6 +139,7 @@ class Cell:
         result, injector = self._result, self._injector
         result.faults = dict(sorted(injector.by_kind.items()))
         result.signals = dict(sorted(injector.signals.items()))
+        result.packets_lost = dict(sorted(injector.packets_lost.items()))
         result.problems += injector.problems
         for (kind, moment), count in sorted(injector.moments.items()):
             result.moments.setdefault(kind, {})[moment] = count

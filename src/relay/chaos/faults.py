@@ -10,6 +10,7 @@ from typing import Any
 
 from relay.chaos.gateways import GatewayLife, Gateways
 from relay.chaos.kinds import KINDS, Kind
+from relay.chaos.packets import Flow, Packets
 from relay.chaos.pipe import Injury, Pipe
 from relay.chaos.plan import Fault
 from relay.chaos.proxy import KvFrame, Life, Proxy
@@ -25,6 +26,7 @@ POLL_S = 0.01
 GATEWAY_POLL_S = 0.1
 ORDER_TAKEN = 202
 LONGEST_DRAIN_S = 0.4
+LOSS_PERCENT = 30
 INSTEAD = "kill_engine"
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
 _SIGNALS = {
@@ -52,6 +54,8 @@ class Injector:
         self._order = order
         self._proxy = proxy
         self._gateways = gateways
+        self._packets = Packets()
+        self.packets_lost: Counter[str] = Counter()  # by kind
         self._resumes = resumes
         self._say = say
         self._waiting: Callable[[Seen], None] | None = None
@@ -229,6 +233,13 @@ class Injector:
         lives = [life]
         if kind.target == "role":
             lives = [one for one in self._proxy.lives.values() if one.role == life.role and one.ready]
+        if kind.target == "control" and kind.on_packets:
+            self._record(fault.kind, life)
+            self.by_kind[fault.kind] += 1
+            life.hurt = True
+            up = [flow for link in life.welcomed for flow in life.connections[link].flows]
+            self._lose(fault, kind, up, life)
+            return None
         if kind.target == "control":
             return self._on_control(fault, kind, life)
         for one in lives:
@@ -294,6 +305,9 @@ class Injector:
                 return None
             self._record(fault.kind, life, only=frame.placement)
             struck.set_result(None)
+            if kind.on_packets:
+                self._lose(fault, kind, [Flow(0, port) for port in life.kv_ports])
+                return None
             return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
 
         self._proxy.kv_injury = look
@@ -302,6 +316,21 @@ class Injector:
         if came:
             self.by_kind[fault.kind] += 1
         return came
+
+    def _lose(self, fault: Fault, kind: Kind, flows: list[Flow], life: Life | None = None) -> None:
+        """Packets of ``flows`` and of the way back, or of one of the two; ``life`` is well again afterwards, if it lives."""
+        ways = [flows, [flow.back for flow in flows]]
+        if kind.deed == "half_partition":
+            ways = [ways[fault.aim & 1]]
+        table = self._packets.lose([flow for way in ways for flow in way], LOSS_PERCENT if kind.deed == "loss" else 100)
+        self._later(self._heal(table, fault, life))
+
+    async def _heal(self, table: str, fault: Fault, life: Life | None) -> None:
+        await asyncio.sleep(fault.hold_s)
+        self.packets_lost[fault.kind] += self._packets.lost(table)
+        self._packets.heal(table)
+        if life is not None:
+            life.hurt = False
 
     def _record(self, kind: str, life: Life, only: Placement | None = None) -> None:
         """Note what every choice it strikes is doing."""

@@ -12,6 +12,7 @@ AIMED = ("reserved", "accepted", "prefill", "streaming", "handed_off", "decoding
 PREFILL_MOMENTS = ("accepted", "prefill", "streaming", "handed_off")
 AIMED_SHARE = 0.5
 IDLE_SHARE = 0.1
+LONGER = 2  # so that some partitions outlast the 3 s of TCP_USER_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def _draw(dice: random.Random, name: str, shape: Shape) -> Fault:
         elif role == "prefill":
             moments = list(PREFILL_MOMENTS[1:])
         moment = dice.choice(moments)
-    hold_s = dice.choice((0.15, 0.4, 0.8, 1.6, 2.5))
+    hold_s = dice.choice((0.15, 0.4, 0.8, 1.6, 2.5)) * (LONGER if kind.on_packets else 1)
     return Fault(
         kind=name,
         role=role,

@@ -71,6 +71,12 @@ class Life:
         """Its engine fell to a fault of its own, as its agent says, although nothing was done to it."""
         return self.exit_signal in CRASH_SIGNALS and self.struck is None
 
+    @property
+    def kv_ports(self) -> list[int]:
+        """That its KV comes in at: ours, and its own behind them."""
+        addresses = [address for pair in self.kv_addresses.items() for address in pair]
+        return [int(address.rpartition(":")[2]) for address in addresses]
+
     def hold(self, process: str, pid: int) -> None:
         """Open the process that said hello, unless it has ended and another one got its number."""
         if process in self.pidfds:

@@ -62,6 +62,7 @@ class CellResult:
     leaked: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     signals: dict[str, int] = field(default_factory=dict)
+    packets_lost: dict[str, int] = field(default_factory=dict)  # by kind
     moments: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → moment → choices struck
     resume_ms: dict[str, list[float]] = field(default_factory=dict)  # kind → every wait
     detect_ms: dict[str, list[float]] = field(default_factory=dict)
