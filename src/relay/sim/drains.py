@@ -51,13 +51,15 @@ class Drains:
             raise Violation("I17", f"a rolling restart takes {begun} while {list(self._away)} do not serve")
 
     def sent(self, node: GatewayNode, commands: Iterable[c.Command]) -> None:
-        """Work goes to ready workers only; streams also to the last worker of their numerics, while it leaves by order."""
+        """Work goes to ready workers only; what has begun also to the last worker of its numerics, while it leaves by order."""
         state = node.core.state
         workers = state.workers
         for command in commands:
             if type(command) is c.SendToEngine and isinstance(command.message, Run | Reserve):
                 worker = workers[command.worker.worker]
-                last = worker in state.last_of_their_kind() and command.message.work.attempt > 1
+                request = state.requests.get(command.message.work.request)
+                begun = request is None or request.numerics_id is not None  # None: it has ended meanwhile
+                last = worker in state.last_of_their_kind() and begun
                 if worker.state is WorkerState.DRAINING and worker.key == command.worker and not last:
                     raise Violation("I17", f"{worker.id} drains and is given {type(command.message).__name__}")
 
