@@ -159,6 +159,12 @@ def test_without_a_key_or_with_another_the_tokens_are_others(client: httpx.Clien
     assert len(set(texts)) == 4
 
 
+def test_a_key_is_its_callers_own(client: httpx.Client) -> None:
+    path, body = REQUESTS["chat"]
+    callers = [KEY, KEY | {"authorization": "Bearer a"}, KEY | {"authorization": "Bearer b"}]
+    assert len({read(client, path, body, headers).text()[0] for headers in callers}) == 3
+
+
 def test_a_seed_that_is_given_counts(client: httpx.Client) -> None:
     path, body = REQUESTS["chat"]
     assert read(client, path, {**body, "seed": 5}, KEY).text() == read(client, path, {**body, "seed": 5}, {}).text()

@@ -82,7 +82,7 @@ def test_a_stream_from_another_gateway_may_go_to_the_last_worker_of_its_numerics
     worker = SimpleNamespace(id="worker-0", key=key, state=WorkerState.DRAINING)
     work = Work(request=5, choice=0, attempt=1, token_ids=[1], num_prompt=1, params=SamplingParams(max_tokens=4))
     for numerics in (None, NUMERICS):
-        request = SimpleNamespace(choices=[SimpleNamespace(numerics_id=numerics)])
+        request = SimpleNamespace(numerics_id=numerics)
         state = SimpleNamespace(
             workers={"worker-0": worker}, requests={5: request}, last_of_their_kind=lambda: [worker]
         )

@@ -9,7 +9,7 @@ from relay.control import events as e
 from relay.control.core import TICK
 from relay.control.transitions import WorkerState
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Reserve, Run, SequenceFailed, Work
+from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Reserve, Run, SequenceFailed
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -51,13 +51,15 @@ class Drains:
             raise Violation("I17", f"a rolling restart takes {begun} while {list(self._away)} do not serve")
 
     def sent(self, node: GatewayNode, commands: Iterable[c.Command]) -> None:
-        """Work goes to ready workers only; streams also to the last worker of their numerics, while it leaves by order."""
+        """Work goes to ready workers only; what has begun also to the last worker of its numerics, while it leaves by order."""
         state = node.core.state
         workers = state.workers
         for command in commands:
             if type(command) is c.SendToEngine and isinstance(command.message, Run | Reserve):
                 worker = workers[command.worker.worker]
-                last = worker in state.last_of_their_kind() and _begun(node, command.message.work)
+                request = state.requests.get(command.message.work.request)
+                begun = request is None or request.numerics_id is not None  # None: it has ended meanwhile
+                last = worker in state.last_of_their_kind() and begun
                 if worker.state is WorkerState.DRAINING and worker.key == command.worker and not last:
                     raise Violation("I17", f"{worker.id} drains and is given {type(command.message).__name__}")
 
@@ -85,12 +87,6 @@ class Drains:
             since_ns = max(self._since_ns.setdefault(engine.key, now_ns), engine.awake_since_ns)
             if now_ns - since_ns > timeout_ns + SLACK_NS:
                 raise Violation("I17", f"{node.key.worker} drains for {(now_ns - since_ns) / SECOND:.1f} s")
-
-
-def _begun(node: GatewayNode, work: Work) -> bool:
-    """Some client has tokens of it, perhaps from a gateway that is gone: no other numerics will do."""
-    request = node.core.state.requests.get(work.request)
-    return work.attempt > 1 if request is None else request.choices[work.choice].numerics_id is not None
 
 
 def tells_of_drain(message: Accept | Refuse | SequenceFailed) -> bool:

@@ -78,7 +78,7 @@ INVARIANTS = (
         "I11",
         "a poison request kills at most three engines, and no innocent is quarantined",
         "A router that retries takes one malformed request to every worker it has.",
-        ("sim/judge.py: judge", "sim/world.py: World.poisoned"),
+        ("sim/judge.py: judge", "sim/poison.py: taken"),
     ),
     Invariant(
         "I12",

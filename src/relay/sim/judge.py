@@ -34,8 +34,9 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             and world.kernel.now_ns >= client.submission.deadline_ns,
             # To the gateway a crash that was injected looks like any other.
             "quarantined": client.expectation.poison or world.faults["crash_engine"] > 0,
-            # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it. A known limit:
-            # the gateway that drains the last of its numerics does not see other gateways' streams there.
+            # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it. Crashes do:
+            # what starts again computes as the new version does, whoever has ended it.
+            # And a known limit: who drains the last of its numerics does not see other gateways' streams there.
             "numerics_changed": len(world.numerics) > 1
             and (
                 world.num_faults > 0
