@@ -472,3 +472,24 @@ def test_an_engine_whose_queue_is_full_is_not_asked_again_at_once() -> None:
         world.handle(e.WorkerMessage(key, Load(0, 64, 0, 0, 0)))
     world.settle()
     assert world.clients[1].finished
+
+
+def test_a_report_without_room_does_not_let_a_full_engine_be_asked_again() -> None:
+    """Found by `relay sim --seed 759`: a report that only counted the refusal, or the work of another gateway, did."""
+    world = World(first, [("worker-0", "both")]).ready()
+    key = WorkerKey("worker-0", 1)
+
+    def asked() -> int:
+        return sum(isinstance(message, Run) for message in sent(world, "worker-0"))
+
+    world.handle(e.WorkerMessage(key, Load(60, 64, 8, 2, 40)))
+    world.submit([1, 2])
+    world.handle(e.WorkerMessage(key, Refuse(1, 0, 1, "full")))
+    for busier in (Load(60, 64, 8, 2, 40, {"refused": 1}), Load(64, 64, 8, 3, 80)):
+        world.handle(e.WorkerMessage(key, busier))
+        assert asked() == 1, "no room was told of"
+    world.handle(e.WorkerMessage(key, Load(64, 64, 8, 2, 40)))
+    assert asked() == 2, "something has left its queue"
+    world.handle(e.WorkerMessage(key, Refuse(1, 0, 2, "full")))
+    world.advance(until_ns=110_000_000)
+    assert asked() == 3, "the tick asks whatever was told"

@@ -195,8 +195,9 @@ class GatewayCore:
         self._tokens.failed(worker, message, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
-        worker.load = message
-        if worker.full or worker.queue_full:
+        before, worker.load = worker.load, message
+        # A report that tells of the refusal itself, or of work of another gateway, is no news of room. The next tick asks anyway.
+        if (worker.full or worker.queue_full) and (before is None or _has_less(message, before)):
             worker.full = worker.queue_full = False
             self.state.changed = True
 
@@ -328,3 +329,8 @@ class GatewayCore:
             )
             self._dispatcher.fail(request, failure, now_ns)
         self._membership.stop_all(now_ns)
+
+
+def _has_less(load: Load, before: Load) -> bool:
+    """Whether something has left the engine between two reports."""
+    return load.kv_used < before.kv_used or load.running < before.running or load.waiting < before.waiting
