@@ -80,7 +80,7 @@ def test_status_of_something_else_is_one_line(capsys):
 
 
 def test_exit_codes_are_distinct():
-    codes = [kind.exit_code for kind in RelayError.__subclasses__()]
+    codes = [kind.exit_code for kind in RelayError.__subclasses__() if "exit_code" in vars(kind)]
     assert len(set(codes)) == len(codes)
     assert RelayError.exit_code not in codes
 

@@ -36,6 +36,7 @@ from relay.local.supervision import (
     WorkerExited,
     WorkerHopeless,
     WorkerPresent,
+    WorkersLeave,
 )
 from relay.local.workers import LocalWorkers
 from relay.protocol.messages import EngineExited
@@ -103,6 +104,7 @@ class Supervisor:
         self._workers: LocalWorkers
         self._present: dict[str, int] = {}  # worker → newest incarnation
         self._exited: dict[str, WorkerExited] = {}  # of those, the ones that have ended
+        self._kept_out: dict[str, None] = {}  # drained for good by an operator
         self._epoch = 0
         self._complete = False
         self._max_model_len = 0
@@ -183,9 +185,8 @@ class Supervisor:
         gateway.channel = channel
         present = [WorkerPresent(worker, incarnation) for worker, incarnation in self._present.items()]
         config = encode_config(self._config)
-        begin = Begin(
-            gateway.name, epoch, config, self._complete, self._max_model_len, present, list(self._exited.values())
-        )
+        exited, kept_out = list(self._exited.values()), list(self._kept_out)
+        begin = Begin(gateway.name, epoch, config, self._complete, self._max_model_len, present, exited, kept_out)
         channel.send(begin)
         self._spawn(self._watch(gateway, gateway.process, channel))
         self._tell_lives()
@@ -264,6 +265,12 @@ class Supervisor:
                 gateway.heard_s = time.monotonic()
             case KillWorker(worker, incarnation, word):
                 self._workers.stop(WorkerKey(worker, incarnation), kill=True, word=word)
+            case WorkersLeave(workers, stay_out):
+                for worker in workers or list(self._present):
+                    self._kept_out.pop(worker, None)
+                    if stay_out:
+                        self._kept_out[worker] = None
+                self._tell(message, but=gateway)
             case GatewayReady(max_model_len):
                 gateway.ready, gateway.heard_s = True, time.monotonic()
                 self._max_model_len = self._max_model_len or max_model_len

@@ -188,7 +188,7 @@ class Membership:
     ) -> None:
         """Fence this incarnation and reopen everything placed on it.
 
-        ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it then; all are told.
+        ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it; all are told.
         ``cut``: it may be well, and of use to others; it is not killed and may connect again.
         """
         if worker.state is WorkerState.STARTING or now_ns - worker.changed_ns < int(

@@ -66,6 +66,10 @@ class WorkerLauncher(Protocol):
 
     def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None: ...
 
+    def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        """An operator's order was taken: whoever else starts ``workers`` (empty: all) must know."""
+        ...
+
 
 class _Subscriber:
     """A request's sink, and the choices that want nothing more."""
@@ -222,7 +226,14 @@ class GatewayShell:
     def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
         commands = self._decide(LeaveOrdered(tuple(workers), stay_out, rolling))
         self._execute(commands)
-        return next((command.reason for command in commands if type(command) is LeaveRefused), "")
+        problem = next((command.reason for command in commands if type(command) is LeaveRefused), "")
+        if not problem and not rolling:  # what a rolling restart drains comes back by itself, whoever starts it
+            self._launcher.leaving(workers, stay_out=stay_out)
+        return problem
+
+    def leave_told(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        """Another gateway drains ``workers``."""
+        self._handle(LeaveOrdered(tuple(workers), stay_out, told=True))
 
     def ready(self) -> bool:
         return self._core.ready()

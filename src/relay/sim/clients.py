@@ -58,14 +58,19 @@ class Client:
         self.numerics = [list(numerics) for _ in range(self.submission.n)]
         self.answers = [[] for _ in range(self.submission.n)]
 
-    def lose(self, unread: int) -> None:
-        """The gateway is gone, and with it the last ``unread`` tokens of each choice, said but not read."""
+    def lose(self, unread: int, numerics: list[str]) -> None:
+        """The gateway is gone, and with it the last ``unread`` tokens of each choice, said but not read.
+
+        Who has read nothing may be answered with any of ``numerics``.
+        """
         self.gateway = ""
         for choice, seen in enumerate(self.tokens):
             lost = min(unread, len(seen)) if choice not in self.stopped else 0
             if lost:
                 del seen[len(seen) - lost :]
                 self.finished.pop(choice, None)
+                if not seen:
+                    self.numerics[choice] = list(numerics)
 
     def again(self, request: int, gateway: str) -> Submission:
         """Ask ``gateway`` for the same, with what was read so far; ``request`` is the new name."""

@@ -35,7 +35,8 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             # To the gateway a crash that was injected looks like any other.
             "quarantined": client.expectation.poison or world.faults["crash_engine"] > 0,
             # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it.
-            "numerics_changed": len(world.numerics) > 1 and (world.num_faults > 0 or len(world.swarm.slots) == 1),
+            "numerics_changed": len(world.numerics) > 1
+            and (world.num_faults > 0 or world.poison_crashes > 0 or len(world.swarm.slots) == 1),
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
             "token_disagreement": world.wrong_machines > 0,

@@ -16,6 +16,17 @@ def _poison_request(stage: Stage) -> None:
     stage.require(crashes <= 3, f"the poison has taken {crashes} engines")
 
 
+def _late_poison(stage: Stage) -> None:
+    others = [stage.submit(prompt=60, max_tokens=20, salt=salt) for salt in range(4)]
+    poison = stage.submit(prompt=60, max_tokens=20, salt=50, n=4, poison=True, late=5)
+    stage.until(lambda: not poison.open, "the poison is recognised", 30_000)
+    failure = poison.failure
+    stage.require(failure is not None and failure.code == "quarantined", f"the poison ended with {failure}")
+    stage.finish(*others)
+    crashes = stage.world.poison_crashes
+    stage.require(crashes <= 3, f"the poison has taken {crashes} engines")
+
+
 def _strangers(stage: Stage) -> None:
     for salt, way in enumerate((*strangers.TO_GATEWAY, *strangers.TO_ENGINE)):
         client = stage.submit(prompt=80, max_tokens=4, salt=salt)
@@ -34,6 +45,13 @@ SCENARIOS = (
         "a request that crashes every engine among 14 that do not: it is quarantined after at most three, no other fails",
         cluster(0, 3, scheduler=scheduler(max_num_seqs=4)),
         _poison_request,
+    ),
+    Scenario(
+        "late-poison",
+        "vLLM (CVE-2025-48944) again, where what crashes the worker is drawn: several choices of one request reach it at once",
+        "a request of four choices, each of which crashes its engine after five tokens: quarantined after at most three",
+        cluster(0, 5, scheduler=scheduler(max_num_seqs=2)),
+        _late_poison,
     ),
     Scenario(
         "strangers",
