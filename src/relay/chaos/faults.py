@@ -156,7 +156,7 @@ class Injector:
         return came
 
     async def _on_gateway(self, fault: Fault, kind: Kind) -> None:
-        """One that a choice at the fault's moment came from; else whichever, one with work where there is one."""
+        """One that a choice at the fault's moment came from (any moment if it has none); else whichever, one with work if there is."""
         watch, gateways = self._proxy.watch, self._gateways
         deadline = time.monotonic() + VICTIM_PATIENCE_S
         await gateways.refresh()
@@ -166,12 +166,12 @@ class Injector:
                 return
             await asyncio.sleep(GATEWAY_POLL_S)
             await gateways.refresh()
-        if fault.moment:
+        if not fault.idle:
             struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def look(seen: Seen) -> None:
                 life = gateways.of(seen.placement.key[0])
-                if seen.placement.moment == fault.moment and life is not None and not struck.done():
+                if fault.moment in ("", seen.placement.moment) and life is not None and not struck.done():
                     self._strike_gateway(fault, kind, life)
                     struck.set_result(None)
 
