@@ -1,6 +1,7 @@
 """Where a choice goes: roles, prefixes, load, full workers, and what cannot be served at all."""
 
 import pytest
+from fake_worker import oracle
 from world import World
 
 from relay.config import AdmissionConfig, ControlConfig, RetryConfig
@@ -18,7 +19,18 @@ from relay.control.transitions import (
 )
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
-from relay.protocol.messages import CacheChanged, Cancel, Load, Prefill, Refuse, Reserve, Run
+from relay.protocol.messages import (
+    CacheChanged,
+    Cancel,
+    Load,
+    Orphans,
+    Prefill,
+    Refuse,
+    Reserve,
+    Run,
+    TokenEntry,
+    Tokens,
+)
 from relay.protocol.sampling import SamplingParams
 
 SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -312,6 +324,47 @@ def test_prefill_and_decode_of_a_request_have_equal_numerics() -> None:
     world.submit(LONG[::-1])
     assert [type(order) for order in sent(world, "decode-0")].count(Run) == 2, "D computes alone what no P may"
     assert not core.state.workers["prefill-0"].live
+
+
+def skewed() -> World:
+    """Workers a and b of numerics "one" and "two"."""
+    world = World(first, [])
+    slots = [("a", "both"), ("b", "both")]
+    config = ControlConfig(shared_workers=True)
+    world.core = GatewayCore(config, ModelInfo("m", "digest", "", 1000, 512, 0, (0,)), slots)
+    world.handle(e.Started())
+    for name, numerics in (("a", "one"), ("b", "two")):
+        worker = world.workers[WorkerKey(name, 1)]
+        worker.numerics, worker.pending_hellos = numerics, []
+        for process in ("agent", "engine"):
+            world.handle(e.WorkerConnected(1, worker.hello(process)))
+    return world
+
+
+def test_a_token_of_one_choice_pins_all_of_its_request() -> None:
+    """Found by `relay sim --seed 759`: an answer names one numerics id, and all of it was continued with that of one choice."""
+    world = skewed()
+    world.submit([5] * 4, max_tokens=30, min_tokens=30, n=2)
+    request = world.core.state.requests[1]
+    assert [choice.attempts[0].decode.id for choice in request.choices] == ["a", "a"]
+    entry = TokenEntry(1, 0, 1, 0, [oracle([5] * 4, request.submission.params, 0)[0]])
+    commands = world.handle(e.WorkerMessage(WorkerKey("a", 1), Tokens([entry])))
+    assert [command.delivery.numerics_id for command in commands if isinstance(command, c.Deliver)] == ["one"]
+    loss(world, "a")
+    states = [choice.state for choice in request.choices]
+    assert states == [ChoiceState.WAITING] * 2, "the second has no token, but its request has one"
+    world.submit([6] * 4, n=2)
+    assert [choice.attempts[0].decode.id for choice in world.core.state.requests[2].choices] == ["b", "b"]
+
+
+def test_choices_are_not_on_their_way_to_unequal_numerics() -> None:
+    """What is left of two gateways that served one client in turn, before it read anything."""
+    world = skewed()
+    for name, index in (("a", 0), ("b", 1)):
+        world.handle(e.WorkerMessage(WorkerKey(name, 1), Orphans([(b"key", index)])))
+    world.submit([5] * 4, n=2, resume_key=b"key", returns=True)
+    choices = world.core.state.requests[1].choices
+    assert {attempt.decode.id for choice in choices for attempt in choice.attempts} == {"a"}
 
 
 def test_tables_are_closed() -> None:

@@ -208,7 +208,11 @@ class Router:
     def _may_serve(self, worker: Worker, choice: Choice) -> bool:
         if worker.id in choice.distrusted:
             return False
-        return choice.numerics_id is None or worker.numerics_id == choice.numerics_id
+        if choice.numerics_id is not None:
+            return worker.numerics_id == choice.numerics_id
+        # The first token pins the whole request: no two choices of it may be on their way to different ones.
+        others = (attempt for each in choice.request.choices if each is not choice for attempt in each.attempts)
+        return all(attempt.decode.numerics_id == worker.numerics_id for attempt in others)
 
     @staticmethod
     def _cached_tokens(worker: Worker, choice: Choice) -> int:

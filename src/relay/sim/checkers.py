@@ -69,6 +69,7 @@ class Checkers:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
         self._strangers.before(node, event)
+        self._drains.before(node, event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -101,6 +102,7 @@ class Checkers:
             raise Violation("I4", node.core.state.alarm)
         self._strangers.after(node, event, commands)
         self._drains.sent(node, commands)
+        self._drains.rolled(node)
         within_budget(node)
         for choice, before in self._stale:
             now = _fingerprint(choice)

@@ -304,9 +304,8 @@ class World(Disturbances):
         if len(self.numerics) == 1:
             self.numerics.append(NEXT_NUMERICS)
             for client in self.clients.values():
-                for choice, known in enumerate(client.numerics):
-                    if client.open and not client.tokens[choice]:
-                        known.append(NEXT_NUMERICS)
+                if client.open and not client.has_read:
+                    client.numerics.append(NEXT_NUMERICS)
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
