@@ -26,7 +26,7 @@ from relay.chaos.watch import Watch
 QUIET_S = 30.0
 EXIT_S = 5.0
 LENT_FAULTS = 2
-MAX_CRASHES = 3  # engines that one poison request may take with it
+MAX_CRASHES = 3  # engines that one poison request may take with it, from each gateway that it is sent to
 SHM_SHARE = 1 / 3
 SETTLE_S = 5.0  # in which a gateway that was struck has all its workers again
 
@@ -167,7 +167,7 @@ class Cell:
             else:
                 result.problems.append(f"{request.name}: status {outcome.status}, {outcome.problems or 'an answer'}")
         result.crashes = sum(life.crashed for life in self._proxy.all_lives())
-        if result.crashes > MAX_CRASHES * count:
+        if result.crashes > MAX_CRASHES * count * self._settings.gateways:
             result.problems.append(f"{count} poison requests crashed {result.crashes} engines")
 
     async def _turn(self, index: int) -> None:

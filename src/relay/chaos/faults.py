@@ -15,6 +15,7 @@ from relay.chaos.pipe import Injury, Pipe
 from relay.chaos.plan import Fault
 from relay.chaos.proxy import KvFrame, Life, Proxy
 from relay.chaos.resume import Resumes
+from relay.chaos.signals import SIGNALS, Signals
 from relay.chaos.watch import Placement, Seen
 from relay.ids import epoch_of
 
@@ -25,18 +26,8 @@ VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
 GATEWAY_POLL_S = 0.1
 ORDER_TAKEN = 202
-LONGEST_DRAIN_S = 0.4
 LOSS_PERCENT = 30
 INSTEAD = "kill_engine"
-SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "terminate": signal.SIGTERM,
-    "drain_kill": signal.SIGTERM,
-    "segfault": signal.SIGSEGV,
-    "stop": signal.SIGSTOP,
-    "slow": signal.SIGSTOP,
-}
 
 
 class Injector:
@@ -55,13 +46,14 @@ class Injector:
         self._proxy = proxy
         self._gateways = gateways
         self._packets = Packets()
+        self.signals: Counter[str] = Counter()  # by name
+        self._signals = Signals(self.signals, self._later, self._record)
         self.packets_lost: Counter[str] = Counter()  # by kind
         self._resumes = resumes
         self._say = say
         self._waiting: Callable[[Seen], None] | None = None
         self._afterwards: set[asyncio.Task[None]] = set()
         self.by_kind: Counter[str] = Counter()
-        self.signals: Counter[str] = Counter()
         self.moments: Counter[tuple[str, str]] = Counter()  # (kind, moment of one choice it struck)
         self.num_done = 0
         self.problems: list[str] = []
@@ -156,7 +148,7 @@ class Injector:
         return came
 
     async def _on_gateway(self, fault: Fault, kind: Kind) -> None:
-        """One that a choice at the fault's moment came from; else whichever, one with work where there is one."""
+        """One that a choice at the fault's moment (or any, if it has none) came from; else whichever, one with work first."""
         watch, gateways = self._proxy.watch, self._gateways
         deadline = time.monotonic() + VICTIM_PATIENCE_S
         await gateways.refresh()
@@ -166,12 +158,12 @@ class Injector:
                 return
             await asyncio.sleep(GATEWAY_POLL_S)
             await gateways.refresh()
-        if fault.moment:
+        if not fault.idle:
             struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def look(seen: Seen) -> None:
                 life = gateways.of(seen.placement.key[0])
-                if seen.placement.moment == fault.moment and life is not None and not struck.done():
+                if fault.moment in ("", seen.placement.moment) and life is not None and not struck.done():
                     self._strike_gateway(fault, kind, life)
                     struck.set_result(None)
 
@@ -188,7 +180,7 @@ class Injector:
             self.problems.append(f"{fault.kind}: the gateways ended by themselves")
 
     def _strike_gateway(self, fault: Fault, kind: Kind, life: GatewayLife) -> None:
-        number = _SIGNALS[kind.deed]
+        number = SIGNALS[kind.deed]
         struck = [one for one in self._proxy.watch.placements.values() if epoch_of(one.key[0]) == life.epoch]
         for placement in struck:
             self.moments[(fault.kind, placement.moment)] += 1
@@ -244,23 +236,9 @@ class Injector:
             return self._on_control(fault, kind, life)
         for one in lives:
             self._record(fault.kind, one)
-            self._send_signals(fault, kind, one)
+            self._signals.send(fault, kind, one)
         self.by_kind[fault.kind] += 1
         return None
-
-    def _send_signals(self, fault: Fault, kind: Kind, life: Life) -> None:
-        number = _SIGNALS[kind.deed]
-        processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
-        life.hurt = True
-        life.draining = life.draining or number is signal.SIGTERM
-        for process in processes:
-            self.signals[number.name] += life.signal(process, number)
-        if kind.deed == "stop":
-            self._later(self._continue(life, processes, fault.hold_s))
-        elif kind.deed == "drain_kill":
-            self._later(self._kill_draining(fault, life, processes))
-        elif kind.deed == "slow":
-            self._later(self._slow(life, fault.hold_s))
 
     def _on_control(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
         process, gateway = ("engine", "agent")[fault.aim & 1], (fault.aim >> 20) % life.gateways
@@ -344,30 +322,6 @@ class Injector:
             self.moments[(kind, "idle")] += 1
         life.struck = (kind, now_s)
         self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
-
-    async def _kill_draining(self, fault: Fault, life: Life, processes: list[str]) -> None:
-        """It was told to end, and is not left the time for it."""
-        await asyncio.sleep(min(fault.hold_s, LONGEST_DRAIN_S))
-        if life.running():
-            self._record(fault.kind, life)
-        for process in processes:
-            self.signals["SIGKILL"] += life.signal(process, signal.SIGKILL)
-
-    async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
-        await asyncio.sleep(hold_s)
-        for process in processes:
-            self.signals["SIGCONT"] += life.signal(process, signal.SIGCONT)
-        life.hurt = False
-
-    async def _slow(self, life: Life, hold_s: float) -> None:
-        """Stopped two thirds of the time."""
-        deadline = time.monotonic() + hold_s
-        while time.monotonic() < deadline and life.signal("engine", signal.SIGSTOP):
-            await asyncio.sleep(SLOW_STOPPED_S)
-            life.signal("engine", signal.SIGCONT)
-            await asyncio.sleep(SLOW_RUNNING_S)
-        life.signal("engine", signal.SIGCONT)
-        life.hurt = False
 
     async def _forgive(self, life: Life, hold_s: float) -> None:
         await asyncio.sleep(hold_s)

@@ -11,8 +11,7 @@ import shutil
 import socket
 import struct
 
-from relay.chaos.packets import Flow, PacketError, Packets
-from relay.errors import RelayError
+from relay.chaos.packets import Flow, Packets, PacketsUnavailable
 
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
@@ -20,29 +19,23 @@ _IFF_UP = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class NetnsUnavailable(RelayError):
-    """Packets cannot be lost here; the text says why."""
-
-    exit_code = 8
-
-
 def enter() -> None:
-    """Go into a new namespace. Raises NetnsUnavailable, in the old one."""
+    """Go into a new namespace. Raises PacketsUnavailable, in the old one."""
     if shutil.which("nft") is None:
-        raise NetnsUnavailable("--netns skipped: there is no program nft (Debian: apt-get install nftables)")
+        raise PacketsUnavailable("--netns skipped: there is no program nft (Debian: apt-get install nftables)")
     before = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         if _libc.unshare(_CLONE_NEWNET) != 0:
             why = os.strerror(ctypes.get_errno())
-            raise NetnsUnavailable(f"--netns skipped: a network namespace needs root (CAP_SYS_ADMIN): {why}")
+            raise PacketsUnavailable(f"--netns skipped: a network namespace needs root (CAP_SYS_ADMIN): {why}")
         try:
             _loopback_up()
             packets = Packets()
             packets.heal(packets.lose([Flow(1, 1)], percent=1))
-        except (OSError, PacketError) as error:
+        except (OSError, PacketsUnavailable) as error:
             if _libc.setns(before, _CLONE_NEWNET) != 0:
                 raise
-            raise NetnsUnavailable(f"--netns skipped: {error}") from error
+            raise PacketsUnavailable(f"--netns skipped: {error}") from error
     finally:
         os.close(before)
 

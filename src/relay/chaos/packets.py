@@ -10,8 +10,10 @@ from relay.errors import RelayError
 NFT_TIMEOUT_S = 10.0
 
 
-class PacketError(RelayError):
-    """nft refused; the text is its first line."""
+class PacketsUnavailable(RelayError):
+    """Packets cannot be lost here; the text says why."""
+
+    exit_code = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +46,19 @@ class Packets:
         self._number = 0
 
     def lose(self, flows: Sequence[Flow], percent: int) -> str:
-        """Until ``heal`` is given what this returns. Raises PacketError."""
+        """Until ``heal`` is given what this returns. Raises PacketsUnavailable."""
         self._number += 1
         table = f"relay_chaos_{self._number}"
         _nft(["-f", "-"], rules(table, flows, percent))
         return table
 
     def lost(self, table: str) -> int:
-        """Packets so far. Raises PacketError."""
+        """Packets so far. Raises PacketsUnavailable."""
         words = _nft(["list", "table", "inet", table]).split()
         return sum(int(count) for word, count in pairwise(words) if word == "packets")
 
     def heal(self, table: str) -> None:
-        """Raises PacketError."""
+        """Raises PacketsUnavailable."""
         _nft(["delete", "table", "inet", table])
 
 
@@ -66,7 +68,9 @@ def _nft(arguments: list[str], text: str = "") -> str:
             ["nft", *arguments], input=text, capture_output=True, text=True, timeout=NFT_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PacketError(f"nft: {error}") from error
+        raise PacketsUnavailable(f"nft: {error}") from error
     if ended.returncode != 0:
-        raise PacketError(f"nft: {ended.stderr.strip().splitlines()[0] if ended.stderr.strip() else ended.returncode}")
+        raise PacketsUnavailable(
+            f"nft: {ended.stderr.strip().splitlines()[0] if ended.stderr.strip() else ended.returncode}"
+        )
     return ended.stdout

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from relay.chaos.netns import NetnsUnavailable, enter
+from relay.chaos.netns import enter
+from relay.chaos.packets import PacketsUnavailable
 from relay.chaos.plan import Ground, choose_kinds
 from relay.chaos.report import report
 from relay.chaos.run import run_chaos
@@ -131,10 +132,10 @@ def chaos(
 
 
 def _enter(*, auto: bool) -> bool:
-    """Whether we are in a network namespace of our own now. Raises NetnsUnavailable unless it may be done without."""
+    """Whether we are in a network namespace of our own now. Raises PacketsUnavailable unless it may be done without."""
     try:
         enter()
-    except NetnsUnavailable as error:
+    except PacketsUnavailable as error:
         if not auto:
             raise
         click.echo(f"relay: {error}", err=True)
