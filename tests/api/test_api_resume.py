@@ -221,6 +221,21 @@ def test_what_was_read_was_computed_with_these_numerics(client: httpx.Client, ga
     assert [submission.numerics_id for submission in gateway.submissions[-2:]] == ["", "numerics-0"]
 
 
+@pytest.mark.parametrize("name", ["chat", "greedy"])
+def test_an_answer_names_what_it_is_computed_with_and_not_what_its_gateway_met_first(
+    client: httpx.Client, gateway: FakeGateway, name: str
+) -> None:
+    """In a rolling upgrade, and ever after it."""
+    gateway.computes_with = "numerics-1"
+    path, body = REQUESTS[name]
+    plain = client.post(path, json=body)
+    assert plain.headers["relay-numerics-id"] == plain.json()["system_fingerprint"] == "numerics-1"
+    with client.stream("POST", path, json={**body, "stream": True}, headers=KEY) as response:
+        assert response.headers.get_list("relay-numerics-id") == ["numerics-1"]
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert {event["system_fingerprint"] for event in events} == {"numerics-1"}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_newest_connection_gets_the_answer_and_nothing_is_computed_twice(
     client: httpx.Client, gateway: FakeGateway, stream: bool
