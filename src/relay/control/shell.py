@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from relay.clock import Clock, MonotonicClock
 from relay.control.commands import (
@@ -51,24 +51,13 @@ from relay.control.events import (
     WorkerMessage,
     WorkerStarted,
 )
+from relay.control.launcher import WorkerLauncher
 from relay.control.record import Recorder
 from relay.ids import WorkerKey, first_id
-from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Welcome
 
 MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
-
-
-class WorkerLauncher(Protocol):
-    """What the shell asks of whoever starts processes. Ends are told by ``GatewayShell.launcher_exited``."""
-
-    def start(self, worker: WorkerKey, role: Role) -> None: ...
-
-    def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None: ...
-
-    def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
-        """An operator's order was taken: whoever else starts ``workers`` (empty: all) must know."""
-        ...
 
 
 class _Subscriber:
