@@ -357,6 +357,17 @@ def test_a_token_of_one_choice_pins_all_of_its_request() -> None:
     assert [choice.attempts[0].decode.id for choice in world.core.state.requests[2].choices] == ["b", "b"]
 
 
+def test_the_gateway_names_the_numerics_of_the_upgrade_when_nobody_has_the_old_ones() -> None:
+    world = skewed()
+    assert world.core.state.model.numerics_id == "one"
+    world.numerics = "two"
+    world.kill(WorkerKey("a", 1), 9)
+    for _ in range(100):
+        world.run(1)
+    assert {worker.numerics_id for worker in world.core.state.workers.values()} == {"two"}
+    assert world.core.state.model.numerics_id == "two"
+
+
 def test_choices_are_not_on_their_way_to_unequal_numerics() -> None:
     """What is left of two gateways that served one client in turn, before it read anything."""
     world = skewed()

@@ -59,10 +59,24 @@ def test_who_has_anything_comes_back_for_the_same_numerics_in_every_choice() -> 
         tell(client, 1, NEW)
 
 
+def test_streams_of_the_gateway_that_was_told_to_upgrade_are_waited_for() -> None:
+    """Found by `relay sim --seed 3276`: those of another are not, which is a limit."""
+    swarms = (World(Tape(seed)) for seed in range(100))
+    world = next(each for each in swarms if len(each.swarm.gateways) > 1 and len(each.swarm.slots) > 1)
+    world.upgrade()
+    client, gone = asking(), RequestFailure(503, "numerics_changed", "")
+    client.gateway = world.swarm.gateways[1]
+    judge(world, client, gone, refused=False)
+    client.gateway = world.swarm.gateways[0]
+    with pytest.raises(Violation, match="I5"):
+        judge(world, client, gone, refused=False)
+
+
 def test_poison_may_take_the_last_worker_of_the_old_numerics() -> None:
     """Found by `relay sim --seed 796` and `810`: only injected faults excused what a crash does, whatever its cause."""
     world, client = World(Tape(1)), asking()
     gone = RequestFailure(503, "numerics_changed", "")
+    client.gateway = world.swarm.gateways[0]
     world.upgrade()
     with pytest.raises(Violation, match="I5"):
         judge(world, client, gone, refused=False)

@@ -146,3 +146,14 @@ def test_counters_without_statistics():
     count_sent(counters, None)
     count_received(counters, 5, None)
     assert counters == {"kv_transfers_sent": 1, "kv_transfers_received": 1, "kv_tokens_received": 5}
+
+
+def test_who_finds_no_room_beside_what_is_parked_takes_its_room(world):
+    """Found by `relay sim --seed 343`: D's room was held for a prompt that waited here for the room of one that waited for D's."""
+    p = FakeWorker(world, "p", num_blocks=7)
+    held = parked(p, work(PROMPT[:40]))
+    assert held.state is HeldState.PARKED
+    p.order(Run(work(list(range(100, 170)), request=2)))
+    settle(p)
+    assert held.key not in p.core.held.by_key
+    assert [entry.request for entry in tokens_of(p)][1:], "the other one was computed"

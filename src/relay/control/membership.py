@@ -66,7 +66,8 @@ class Membership:
             worker.engine, worker.engine_open = hello, True
             worker.kv_tokens = hello.kv_blocks * hello.block_size
             worker.orphans = dict.fromkeys(hello.orphans)
-            if not self._state.model.numerics_id:
+            known = [other.numerics_id for other in self._state.workers.values() if other.engine is not None]
+            if self._state.model.numerics_id not in known:  # the first one ever, or the last of an upgrade
                 self._state.model = replace(self._state.model, numerics_id=hello.numerics_id)
         self._state.commands.append(AcceptConnection(event.connection, worker.key, hello.process))
         if worker.agent_open and worker.engine_open and worker.state is WorkerState.STARTING:

@@ -161,7 +161,11 @@ class WorkerCore:
         while self._steps_in_flight <= self._config.plan_ahead and self._scheduler.has_work():
             plan = self._scheduler.plan()
             if plan is None:
-                break
+                parked = self._parking.all() if not self._steps_in_flight else []
+                if not parked:
+                    break
+                self._unpark(parked[:1], "its room is needed")  # D may hold what it waits for, for what waits here
+                continue
             self._steps_in_flight += 1
             self._commands += [ForgetUnsent(transfer) for transfer in self._announcer.preempted(plan.released)]
             sinks = {
