@@ -240,3 +240,23 @@ def test_a_model_that_does_not_fit_is_one_line_and_nothing_is_left(model, cache)
         assert [line for line in errors.splitlines() if line.startswith("relay: ")] != []
     finally:
         server.close()
+
+
+def test_a_drain_reaches_every_gateway(model, cache):
+    server = Serve(model, cache, *ARGUMENTS, "--decode", "2").ready()
+    try:
+        command = [sys.executable, "-m", "relay.cli.main", "drain", "decode-1", "--url", server.url]
+        subprocess.run(command, check=True, timeout=PATIENCE_S, env=ENVIRONMENT)
+        victim = gateways(server)[0]["pid"]
+        os.kill(victim, signal.SIGKILL)  # its next life must know too
+        server.wait_for(lambda: two(server) and victim not in [life["pid"] for life in gateways(server)])
+        states: dict[str, str] = {}
+
+        def all_know() -> bool:
+            status = server.call("/status")[1]  # from whichever gateway answers
+            states[status["gateway"]] = next(w["state"] for w in status["workers"] if w["id"] == "decode-1")
+            return states == {"gateway-0": "stopped", "gateway-1": "stopped"}
+
+        server.wait_for(all_know)
+    finally:
+        server.close()

@@ -107,6 +107,9 @@ class Fleet:
     def start(self, worker: WorkerKey, role: str) -> None:
         self.workers[worker] = SocketWorker(worker, role, self)
 
+    def leaving(self, workers, *, stay_out: bool) -> None:
+        """Nobody else starts workers."""
+
     def stop(self, worker: WorkerKey, *, kill: bool, word=None) -> None:
         self.workers[worker].die()
 

@@ -34,6 +34,13 @@ def test_silence_is_asked_about_and_then_the_end():
     assert dog.check(3 * SECOND, 0, 3 * SECOND, "peer").reason == "peer silent for 3.0 s"
 
 
+def test_a_timer_that_slept_asks_before_it_gives_up():
+    dog = watchdog()
+    assert dog.check(9 * SECOND, 0, 3 * SECOND, "peer").probe, "it was we who looked late"
+    assert dog.check(9 * SECOND + SECOND // 4, 0, 3 * SECOND, "peer") is QUIET
+    assert dog.check(9 * SECOND + SECOND // 2, 0, 3 * SECOND, "peer").reason == "peer silent for 9.5 s"
+
+
 def test_a_peer_that_answers_and_moves_no_byte_is_no_better():
     dog = watchdog()
     dog.arrived(100, 0)

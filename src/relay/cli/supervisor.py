@@ -19,7 +19,7 @@ from relay.cli.gateway_process import encode_config
 from relay.cli.listener import open_listener
 from relay.cli.server import CONSOLE_WAIT_S, STOP_GRACE_S, Phases, WorkerLog, context_of, log_to, open_served_model
 from relay.config import ServeConfig
-from relay.errors import RelayError, StartupError
+from relay.errors import PortInUseError, RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.local.channel import Channel
 from relay.local.supervision import (
@@ -36,6 +36,7 @@ from relay.local.supervision import (
     WorkerExited,
     WorkerHopeless,
     WorkerPresent,
+    WorkersLeave,
 )
 from relay.local.workers import LocalWorkers
 from relay.protocol.messages import EngineExited
@@ -66,9 +67,13 @@ def run_supervisor(config: ServeConfig) -> int:
 class Gateway:
     """One gateway over all its lives. Its workers' listener is ours, so its address stays."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, port: int) -> None:
+        """``port`` for its workers; 0 takes a free one. Raises PortInUseError."""
         self.name = name
-        self.listener = open_listener("127.0.0.1", 0)
+        try:
+            self.listener = open_listener("127.0.0.1", port)
+        except PortInUseError as error:
+            raise PortInUseError(f"--worker-port: {port}, for {name}, is already in use") from error
         host, port = self.listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -94,10 +99,12 @@ class Supervisor:
         self._console = console
         self._phases = Phases()
         self._log = WorkerLog(console, hold=config.log_level != "debug")
-        self._gateways = [Gateway(f"gateway-{index}") for index in range(config.gateways)]
+        ports = [config.worker_port + index if config.worker_port else 0 for index in range(config.gateways)]
+        self._gateways = [Gateway(f"gateway-{index}", port) for index, port in enumerate(ports)]
         self._workers: LocalWorkers
         self._present: dict[str, int] = {}  # worker → newest incarnation
         self._exited: dict[str, WorkerExited] = {}  # of those, the ones that have ended
+        self._kept_out: dict[str, None] = {}  # drained for good by an operator
         self._epoch = 0
         self._complete = False
         self._max_model_len = 0
@@ -123,7 +130,7 @@ class Supervisor:
             workers=[worker for worker, _ in config.slots],
             perturb=config.perturbations,
         )
-        self._workers.gateways = [gateway.address for gateway in self._gateways]
+        self._workers.gateways = config.worker_addresses or [gateway.address for gateway in self._gateways]
         self._workers.orphan_hold_s = config.orphan_hold_s
         self._workers.attach(self)
         try:
@@ -178,9 +185,8 @@ class Supervisor:
         gateway.channel = channel
         present = [WorkerPresent(worker, incarnation) for worker, incarnation in self._present.items()]
         config = encode_config(self._config)
-        begin = Begin(
-            gateway.name, epoch, config, self._complete, self._max_model_len, present, list(self._exited.values())
-        )
+        exited, kept_out = list(self._exited.values()), list(self._kept_out)
+        begin = Begin(gateway.name, epoch, config, self._complete, self._max_model_len, present, exited, kept_out)
         channel.send(begin)
         self._spawn(self._watch(gateway, gateway.process, channel))
         self._tell_lives()
@@ -259,6 +265,12 @@ class Supervisor:
                 gateway.heard_s = time.monotonic()
             case KillWorker(worker, incarnation, word):
                 self._workers.stop(WorkerKey(worker, incarnation), kill=True, word=word)
+            case WorkersLeave(workers, stay_out):
+                for worker in workers or list(self._present):
+                    self._kept_out.pop(worker, None)
+                    if stay_out:
+                        self._kept_out[worker] = None
+                self._tell(message, but=gateway)
             case GatewayReady(max_model_len):
                 gateway.ready, gateway.heard_s = True, time.monotonic()
                 self._max_model_len = self._max_model_len or max_model_len

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from relay.control.contract import RequestFailure
 from relay.control.placement import Dispatcher
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
 from relay.control.transitions import ChoiceState
 from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited, Heartbeat
@@ -38,6 +38,24 @@ def crashed(message: EngineExited) -> bool:
     return message.status not in NO_CRASH_STATUSES
 
 
+def _coming_there(request: Request, row: ComputedRow) -> list[Choice]:
+    """The choices of ``request`` that will show whether ``row`` was what its engine fell to.
+
+    One that was stopped there cannot: the others may come to the same place.
+    """
+    choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
+    if choice is None or _is_past(choice, row.end):
+        return []
+    if choice.state is not ChoiceState.ENDED:
+        return [choice]
+    return [each for each in request.choices if each.state is not ChoiceState.ENDED and not _is_past(each, row.end)]
+
+
+def _is_past(choice: Choice, end: int) -> bool:
+    """An attempt has come past that place, with a token to show for it: it was not this."""
+    return choice.start > 0 and choice.num_tokens > end
+
+
 class Blame:
     """Counts crashes and hangs against the requests whose rows the engine was computing, and ends who is certainly guilty."""
 
@@ -63,15 +81,12 @@ class Blame:
     ) -> None:
         max_blames = self._state.config.retry.max_blames
         suspicion = request.suspicion
-        named = False
-        for row in rows:
-            choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
-            if choice is None or choice.state is ChoiceState.ENDED or (choice.start and choice.num_tokens > row.end):
-                continue  # an attempt has come past that place, with a token to show for it: it was not this
-            named = choice.troubled = True
-            suspicion.ends[row.choice] = max(suspicion.ends.get(row.choice, 0), row.end)
-            self._state.story.tell(now_ns, request.id, row.choice, f"blamed: {worker.id} {how}")
-        if not named:
+        blamed = [(choice, row.end) for row in rows for choice in _coming_there(request, row)]
+        for choice, end in blamed:
+            choice.troubled = True
+            suspicion.ends[choice.index] = max(suspicion.ends.get(choice.index, 0), end)
+            self._state.story.tell(now_ns, request.id, choice.index, f"blamed: {worker.id} {how}")
+        if not blamed:
             return
         self._state.counters["blames"] += 1
         # Beside others it never comes to the last one: that would be a guess.

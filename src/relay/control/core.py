@@ -227,7 +227,8 @@ class GatewayCore:
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+            # Else an earlier life or another gateway has started it, or it is not wanted.
+            if worker.state is WorkerState.STOPPED and not worker.stay_out:
                 self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
@@ -312,7 +313,10 @@ class GatewayCore:
             problem = leaving.roll(workers)
         elif not problem:
             for worker in workers:
-                problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
+                if event.told:
+                    leaving.told(worker, now_ns, stay_out=event.stay_out)
+                else:
+                    problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
         if problem:
             state.commands.append(LeaveRefused(problem))
 

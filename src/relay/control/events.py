@@ -97,11 +97,15 @@ class DrainRequested:
 
 @dataclass(slots=True)
 class LeaveOrdered:
-    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another."""
+    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another.
+
+    ``told``: another gateway took the order and sees to it; this one must know.
+    """
 
     workers: tuple[str, ...]
     stay_out: bool = False
     rolling: bool = False
+    told: bool = False
 
 
 @dataclass(slots=True)

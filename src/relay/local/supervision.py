@@ -43,6 +43,13 @@ class GatewayFailed(Message, tag="gateway_failed"):
     text: str
 
 
+class WorkersLeave(Message, tag="workers_leave"):
+    """An operator ordered ``workers`` (empty: all) to drain; the supervisor passes it on to the other gateways."""
+
+    workers: list[str]
+    stay_out: bool
+
+
 # --- supervisor → gateway -------------------------------------------------------------------------------------------
 
 
@@ -79,7 +86,7 @@ class GatewayLives(Message, tag="gateway_lives"):
 class Begin(Message, tag="begin"):
     """First of all messages. ``config`` is a ``ServeConfig`` as JSON; ``max_model_len`` 0: nobody knows yet.
 
-    ``present`` and ``exited`` are what was started, and what of it has ended.
+    ``present`` and ``exited`` are what was started, and what of it has ended; ``kept_out`` shall not be started again.
     """
 
     gateway: str
@@ -89,6 +96,7 @@ class Begin(Message, tag="begin"):
     max_model_len: int
     present: list[WorkerPresent]
     exited: list[WorkerExited]
+    kept_out: list[str]
 
 
 class Pong(Message, tag="pong"):
@@ -99,5 +107,5 @@ class Ping(Message, tag="ping"):
     """Asked every second of a gateway that serves."""
 
 
-GatewayToSupervisor = Pong | StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed
-SupervisorToGateway = Begin | Ping | WorkerExited | WorkerPresent | GatewayLives
+GatewayToSupervisor = Pong | StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed | WorkersLeave
+SupervisorToGateway = Begin | Ping | WorkerExited | WorkerPresent | GatewayLives | WorkersLeave

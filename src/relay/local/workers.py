@@ -85,6 +85,9 @@ class LocalWorkers:
             self._words.setdefault(name, word)
         self._launcher.stop(name, kill=kill)
 
+    def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        """Nobody else starts these workers."""
+
     async def close(self, grace_s: float) -> None:
         await self._launcher.close(grace_s)
 

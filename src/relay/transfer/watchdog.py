@@ -2,7 +2,8 @@
 
 A peer can be gone in two ways. It says nothing at all: *silence*. Or it answers every probe and yet no byte moves, because the bulk
 connection is stuck while another one works, or because whoever copies there is: *standstill*. Either is asked about after
-``probe_ns`` and ends the transfer after its own bound. A transfer with nothing under way cannot stand still: a prompt
+``probe_ns`` and ends the transfer after its own bound; nobody is silent who was not asked and given time, however late we look
+(a timer that slept is our own stall). A transfer with nothing under way cannot stand still: a prompt
 may wait in P's queue for as long as it likes.
 """
 
@@ -49,12 +50,14 @@ class Watchdog:
         if sent_bytes <= self._arrived:
             self._moved_ns = now_ns
         silent, still = now_ns - self.heard_ns, now_ns - self._moved_ns
-        if silent >= silence_ns:
+        asked = self._probed_ns > self.heard_ns
+        due = now_ns - self._probed_ns >= self._probe_ns // 2
+        if silent >= silence_ns and asked and due:
             return Verdict(reason=f"{peer} silent for {silent / 1e9:.1f} s")
         if still >= self._stall_ns:
             missing = sent_bytes - self._arrived
             return Verdict(reason=f"no byte arrived for {still / 1e9:.1f} s, {missing} are under way")
-        if max(silent, still) >= self._probe_ns and now_ns - self._probed_ns >= self._probe_ns // 2:
+        if max(silent, still) >= self._probe_ns and (due or not asked):
             self._probed_ns = now_ns
             return Verdict(probe=True)
         return QUIET
