@@ -4,7 +4,7 @@ import pytest
 from fake_worker import FakeWorker
 from world import World
 
-from relay.config import ControlConfig
+from relay.config import ControlConfig, DetectorConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import AttemptState, WorkerState
@@ -250,6 +250,16 @@ def test_own_stall_is_not_the_death_of_others() -> None:
     world.handle(e.TimerFired(("tick", "")))
     assert state(world, "worker-0") is WorkerState.READY
     assert world.core.state.counters["own_stalls"] == 1
+
+
+def test_a_stall_too_short_to_be_counted_is_nobodys_death_either() -> None:
+    """Found by `relay sim --seed 3526`: with such deadlines the worker had been silent for long enough before it was over."""
+    config = ControlConfig(detector=DetectorConfig(suspect_after_s=0.6, dead_after_s=0.6, own_stall_s=0.5))
+    world = World(first, ONE, config).ready()
+    world.advance(until_ns=SECOND)
+    heard_ns = world.core.state.workers["worker-0"].heard_ns
+    sleep(world, (heard_ns + 0.6 * SECOND + 1 - world.now_ns) / SECOND)
+    assert state(world, "worker-0") is WorkerState.READY
 
 
 def test_own_stall_before_the_first_tick() -> None:

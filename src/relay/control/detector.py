@@ -27,12 +27,15 @@ class Detector:
         self._answers(now_ns)
 
     def _forgive_own_stall(self, now_ns: int) -> None:
-        """A tick far too late means that we slept: what was unheard in that time says nothing about others."""
+        """A late tick means that we slept: what was unheard in that time says nothing about others."""
         config = self._state.config
         last, self._last_tick_ns = self._last_tick_ns, now_ns
         late_ns = now_ns - last - int(config.tick_s * SECOND)
         if late_ns > int(config.detector.own_stall_s * SECOND):
             self._state.counters["own_stalls"] += 1
+        if (
+            late_ns > int(config.tick_s * SECOND) // 2
+        ):  # also what is too short to be worth counting may be just too much
             if self._state.no_worker_since_ns is not None:
                 self._state.no_worker_since_ns += late_ns
             for worker in self._state.workers.values():

@@ -43,18 +43,11 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             "token_disagreement": world.wrong_machines > 0,
             "engine_error": world.step_errors > 0,
         }.get(code, False)
-    fine = fine or (code == "numerics_changed" and _left_behind(world, client))
     if client.expectation.probe or not fine:
         name = "I11" if code == "quarantined" else "I12" if client.expectation.probe else "I5"
         raise Violation(
             name, f"request {client.request} {'refused' if refused else 'failed'}: {code}: {failure.message}"
         )
-
-
-def _left_behind(world: "World", client: Client) -> bool:
-    """A limit (docs/failure-model.md): the last worker of old numerics waits only for the gateway that had it restarted."""
-    first = world.swarm.gateways[0]  # which is given all orders while no fault has killed it
-    return len(world.numerics) > 1 and client.gateway != first and world.faults["kill_gateway"] == 0
 
 
 def _crash_looping(world: "World") -> bool:
