@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from relay.cli import main
@@ -89,7 +90,7 @@ def test_choices_can_be_fixed_by_their_label() -> None:
 
 
 def _tape(head: frames.Head, *more: frames.Frame) -> bytes:
-    return frames.opening(head) + b"".join([frames.encode(frame) for frame in (*more, frames.End("closed"))])
+    return frames.whole(head, more)
 
 
 FITTING = b"\x82\xa4seed\x01\xa5edits\x80"
@@ -108,7 +109,13 @@ FITTING = b"\x82\xa4seed\x01\xa5edits\x80"
             _tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("swarm", ["other"], [(0, 1)])),
             "another version",
         ),
+        (
+            _tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("never heard of", ["other"], [(0, 1)])),
+            "holds choices this program does not make",
+        ),
         (_tape(frames.head("gateway", "g", "x", FITTING)), "use `relay replay`"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING)) + b"more", "bytes follow its end mark"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING)).replace(b"seed\x01", b"seed\x02"), "is damaged"),
         (_tape(frames.head("sim", "seed 1", "x", FITTING))[:-4], "truncated"),
     ],
 )
@@ -117,6 +124,29 @@ def test_what_is_no_tape_of_ours_is_refused(tmp_path, capsys, content: bytes, co
     path.write_bytes(content)
     assert main.run(["sim", "--tape", str(path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_tape_is_played_whole_or_not_at_all(tmp_path, capsys) -> None:
+    path = tmp_path / "seed.tape"
+    tape = Tape(5, keep=True)
+    run_tape(tape)
+    tape.save(path, "here")
+    recording = frames.read(path)
+    without_choices = frames.opening(recording.head) + frames.encode(frames.Content(b"").end("closed"))
+    path.write_bytes(without_choices)
+    assert main.run(["sim", "--tape", str(path)]) == 2
+    assert "digest" in capsys.readouterr().err
+    path.write_bytes(frames.opening(recording.head))
+    assert main.run(["replay", "--cut", str(path)]) == 2
+    assert "played whole or not at all" in capsys.readouterr().err
+    path.write_bytes(frames.whole(msgspec.structs.replace(recording.head, relay="0.0"), recording.frames))
+    assert main.run(["sim", "--tape", str(path)]) == 0  # honest: another release that made the same choices
+    swarm = next(frame for frame in recording.frames if isinstance(frame, frames.Choices) and frame.stream == "swarm")
+    swarm.drawn.append(swarm.drawn[-1])
+    path.write_bytes(frames.whole(recording.head, recording.frames))
+    capsys.readouterr()
+    assert main.run(["sim", "--tape", str(path)]) == 2
+    assert "holds choices this program does not make" in capsys.readouterr().err
 
 
 def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,7 +11,7 @@ from relay.cli.sim_mutants import choose, find_all
 from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
 from relay.record.commit import commit
-from relay.record.frames import Recording, read
+from relay.record.frames import BadRecording, Recording, read
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
@@ -128,10 +127,15 @@ def sim(
     edits = _direction(directed) if directed is not None else Edits()
     name = choose(only)[0].name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
-    run = _play(played, story)
+    status = _one(_play(played, story), as_json, story, shrinks=bool(shrinks))
     if record is not None:
-        played.save(record, commit())
-    return _one(run, as_json, story, shrinks=bool(shrinks))
+        try:
+            played.save(record, commit())
+        except BadRecording as error:
+            if status == 0:
+                raise
+            click.echo(f"relay: {error}", err=True)  # the violation is what matters, and the exit code tells of it
+    return status
 
 
 def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool = False) -> int:
@@ -140,7 +144,10 @@ def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool
     recorded, here = recording.head.commit, commit()
     if recorded != here:
         click.echo(f"relay: {recording.path} was recorded with {recorded}, this is {here}; it may not fit", err=True)
-    return _one(_play(tape, story), as_json, story, shrinks=shrinks)
+    run = _play(tape, story)
+    if tape.unused:  # only after a violation; without one the tape is refused
+        click.echo(f"relay: the violation came before {tape.unused} choices of {recording.path} were made", err=True)
+    return _one(run, as_json, story, shrinks=shrinks)
 
 
 def _play(tape: Tape, story: bool) -> Run:
@@ -188,13 +195,17 @@ def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
 
 
 def _shrunk(failure: Failure) -> Path | None:
-    """Look for a smaller run, print its story, write its tape; None if there is no smaller one."""
+    """Look for a smaller run, print its story, write its tape; None if the tape could not be written."""
     click.echo(f"shrinking seed {failure.seed} (at most {BUDGET_S:g} s)", err=True)
-    smaller = shrink(failure)
-    path = Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape")
-    smaller.tape.save(path, commit())
-    report = replace(smaller.failure).report(f"relay sim --tape {path}")
-    click.echo(f"{smaller.summary()}\n{report}", err=True)
+    smaller = shrink(failure, BUDGET_S)
+    replay = f"{failure.replay_command} --shrink"  # without its tape the smaller run has to be looked for again
+    path: Path | None = None
+    try:
+        path = smaller.tape.save_new(Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape"), commit())
+        replay = f"relay sim --tape {path}"
+    except BadRecording as error:
+        click.echo(f"relay: {error}", err=True)
+    click.echo(f"{smaller.summary()}\n{smaller.failure.report(replay)}", err=True)
     return path
 
 
