@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -173,6 +176,14 @@ def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:
         (["--seed", "1", "--fresh"], "--fresh goes with"),
         (["--tape", "/nowhere/at/all"], "No such file"),
         (["--seed", "1", "--record", "/nowhere/at/all"], "cannot write"),
+        (["--tape", "/dev/zero"], "no regular file"),
+        (["--time-limit", "nan"], "no time that can pass"),
+        (["--time-limit", "inf"], "no time that can pass"),
+        (["--time-limit", "0"], "no time that can pass"),
+        (["--time-limit", "1e-9", "--jobs", "1"], "no seed was run"),
+        (["--seed", "1", "--directed", "kv_lose:idle"], "cannot strike in the moment idle: a KV frame is damaged"),
+        (["--seed", "1", "--only", "orphan"], "--only names"),
+        (["--scenario", "abort-storm", "--only", "orphan"], "--only names"),
     ],
 )
 def test_bad_input_is_one_clear_line(capsys, arguments: list[str], complaint: str) -> None:
@@ -180,6 +191,13 @@ def test_bad_input_is_one_clear_line(capsys, arguments: list[str], complaint: st
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+def test_a_scenario_is_played_with_the_bug_that_only_names(capsys) -> None:
+    arguments = ["sim", "--scenario", "abort-storm", "--seed", "0", "--json"]
+    assert main.run(arguments) == 0
+    assert main.run([*arguments, "--only", "cancel does not reach decode"]) == 1
+    assert "scenario abort-storm, seed 0: " in capsys.readouterr().err
 
 
 def test_json_of_a_sweep(capsys) -> None:
@@ -207,6 +225,66 @@ def test_a_directed_run_strikes_in_its_moment() -> None:
         assert run is not None, cell
         assert run.failure is None, run.failure.report()
         assert set(run.faults) == {cell[0]}
+
+
+def test_a_directed_run_says_whether_it_struck(tmp_path, capsys) -> None:
+    cell = ("kill_worker", "handoff")
+    runs = {seed: run_seed(seed, directed(*cell)) for seed in range(4)}
+    struck = next(seed for seed, run in runs.items() if run.cells.get("/".join(cell)))
+    path = tmp_path / "struck.tape"
+    direction = ["--directed", ":".join(cell)]
+    assert main.run(["sim", "--seed", str(struck), *direction, "--record", str(path), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["struck"] is True
+    assert "did not strike" not in error
+    assert main.run(["sim", "--tape", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["struck"] is True
+    missed = Tape(1, Edits(directed=cell, fixed={"requests": 0, "prefill": 0}), keep=True)
+    assert not run_tape(missed).cells.get("/".join(cell))
+    missed.save(path, "here")
+    assert main.run(["sim", "--tape", str(path), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["struck"] is False
+    assert "kill_worker/handoff never came: the fault did not strike in that moment" in error
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "relay.cli.main", "sim", *arguments]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            _command("--seed", "1"), env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert run.returncode == 1
+    assert run.stderr == "relay: the output could not be written: No space left on device\n"
+
+
+def test_ctrl_c_ends_a_sweep_without_a_traceback() -> None:
+    """A terminal sends SIGINT to the whole group in the foreground."""
+    sweep = subprocess.Popen(
+        _command("--seeds", "100000", "--jobs", "2"),
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    children: list[int] = []
+    while len(children) < 2:  # both may still be importing
+        assert sweep.poll() is None
+        time.sleep(0.01)
+        listed = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text()
+        children = [int(pid) for pid in listed.split()]
+    os.killpg(sweep.pid, signal.SIGINT)
+    _, error = sweep.communicate(timeout=120)
+    assert error.strip() == ""
+    assert sweep.returncode == 130
+    while any(Path(f"/proc/{pid}").exists() for pid in children):  # the test's time limit is theirs
+        time.sleep(0.01)
 
 
 def test_the_table_of_cells() -> None:
