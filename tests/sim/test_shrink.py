@@ -54,6 +54,7 @@ def test_the_command_writes_a_tape_and_tells_how_to_play_it(failure: Failure, tm
     command = error.strip().splitlines()[-1]
     assert command.startswith("replay: relay sim --tape ")
     assert main.run(command.split()[2:]) == 1
+    assert capsys.readouterr().out.strip().splitlines()[-1] == command  # not the seed's, which is the longer run
 
 
 def test_a_folder_that_takes_no_tape_costs_the_tape_alone(failure: Failure, capsys, monkeypatch) -> None:
@@ -88,6 +89,7 @@ def test_a_smaller_run_has_no_more_events(failure: Failure, step: int, kept: boo
     assert smaller.tried > 4
     assert bool(smaller.tape.edits) == kept
     assert smaller.events[1] <= smaller.events[0]
+    assert smaller.summary().endswith("(the probes are not counted)") == (smaller.requests[1] == 0) == kept
 
 
 def test_a_story_tells_probes_from_requests_and_separates_causes() -> None:

@@ -53,6 +53,10 @@ def test_a_tape_replays_its_seed(tmp_path, capsys) -> None:
     path = tmp_path / "seed.tape"
     assert main.run(["sim", "--seed", "5", "--record", str(path), "--json"]) == 0
     recorded = json.loads(capsys.readouterr().out)
+    before = path.read_bytes()
+    assert main.run(["sim", "--seed", "6", "--record", str(path)]) == 0
+    assert f"was there already; the tape is {tmp_path / 'seed-2.tape'}" in capsys.readouterr().err
+    assert path.read_bytes() == before
     assert main.run(["sim", "--tape", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == recorded
     assert main.run(["replay", str(path), "--json"]) == 0
@@ -176,6 +180,7 @@ def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:
         (["--seed", "1", "--fresh"], "--fresh goes with"),
         (["--tape", "/nowhere/at/all"], "No such file"),
         (["--seed", "1", "--record", "/nowhere/at/all"], "cannot write"),
+        (["--seed", "1", "--record", "/dev/full"], "no regular file"),
         (["--tape", "/dev/zero"], "no regular file"),
         (["--time-limit", "nan"], "no time that can pass"),
         (["--time-limit", "inf"], "no time that can pass"),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 from pathlib import Path
 
 import click
@@ -114,6 +115,8 @@ def sim(
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
         return _sweep(first, seeds, jobs or cores, time_limit, filling, shrinks is not False, as_json)
+    if record is not None and record.exists() and not record.is_file():
+        raise UsageError(f"--record: {record} is no regular file")
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
     edits = _direction(directed) if directed is not None else Edits()
@@ -122,7 +125,9 @@ def sim(
     status = _one(_play(played, story), edits, as_json, story, shrinks=bool(shrinks))
     if record is not None:
         try:
-            played.save(record, commit())
+            path = played.save_new(record, commit())
+            if path != record:
+                click.echo(f"relay: {record} was there already; the tape is {path}", err=True)
         except BadRecording as error:
             if status == 0:
                 raise
@@ -139,7 +144,8 @@ def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool
     run = _play(tape, story)
     if tape.unused:  # only after a violation; without one the tape is refused
         click.echo(f"relay: the violation came before {tape.unused} choices of {recording.path} were made", err=True)
-    return _one(run, tape.edits, as_json, story, shrinks=shrinks)
+    again = f"relay sim --tape {shlex.quote(str(recording.path))}"
+    return _one(run, tape.edits, as_json, story, shrinks=shrinks, again=again)
 
 
 def _play(tape: Tape, story: bool) -> Run:
@@ -160,11 +166,12 @@ def _direction(text: str) -> Edits:
     return directed_edits(fault, moment)
 
 
-def _one(run: Run, edits: Edits, as_json: bool, story: bool, *, shrinks: bool) -> int:
+def _one(run: Run, edits: Edits, as_json: bool, story: bool, *, shrinks: bool, again: str = "") -> int:
+    """Tell of one run; ``again``: what to type to see it again, if its seed is not enough. Returns the exit code."""
     failure = run.failure
     cell = None if edits.directed is None else "/".join(edits.directed)
     struck = None if cell is None else run.cells.get(cell, 0) > 0  # None: nobody directed anything
-    tape = _shrunk(failure) if failure is not None and shrinks else None
+    tape = _shrunk(failure, again) if failure is not None and shrinks else None
     if as_json:
         answer = {
             "seed": run.seed,
@@ -179,7 +186,7 @@ def _one(run: Run, edits: Edits, as_json: bool, story: bool, *, shrinks: bool) -
         click.echo(json.dumps(answer if struck is None else {**answer, "struck": struck}))
     elif failure is not None:
         if tape is None:
-            click.echo(failure.report())
+            click.echo(failure.report(again))
     else:
         faults = sum(run.faults.values())
         click.echo(
@@ -193,15 +200,17 @@ def _one(run: Run, edits: Edits, as_json: bool, story: bool, *, shrinks: bool) -
     return VIOLATION_STATUS if failure is not None else 0
 
 
-def _shrunk(failure: Failure) -> Path | None:
+def _shrunk(failure: Failure, again: str = "") -> Path | None:
     """Look for a smaller run, print its story, write its tape; None if the tape could not be written."""
     click.echo(f"shrinking seed {failure.seed} (at most {BUDGET_S:g} s)", err=True)
     smaller = shrink(failure, BUDGET_S)
-    replay = f"{failure.replay_command} --shrink"  # without its tape the smaller run has to be looked for again
+    replay = (
+        f"{again or failure.replay_command} --shrink"  # without its tape the smaller run has to be looked for again
+    )
     path: Path | None = None
     try:
         path = smaller.tape.save_new(Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape"), commit())
-        replay = f"relay sim --tape {path}"
+        replay = f"relay sim --tape {shlex.quote(str(path))}"
     except BadRecording as error:
         click.echo(f"relay: {error}", err=True)
     click.echo(f"{smaller.summary()}\n{smaller.failure.report(replay)}", err=True)

@@ -59,7 +59,8 @@ class Shrunk:
             f"{name} {before} → {after}"
             for name, (before, after) in (("faults", self.faults), ("requests", self.requests), ("events", self.events))
         ]
-        return f"shrunk in {self.tried} runs: {', '.join(parts)}"
+        probes = " (the probes are not counted)" if not self.requests[1] else ""
+        return f"shrunk in {self.tried} runs: {', '.join(parts)}{probes}"
 
 
 def shrink(failure: Failure, budget_s: float = BUDGET_S, play: Callable[[Tape], Run] | None = None) -> Shrunk:
