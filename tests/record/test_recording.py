@@ -1,5 +1,6 @@
 """Recordings: a core that ran again decides the same, and a file that is something else is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +171,57 @@ def test_files_that_are_something_else(tmp_path: Path, recorded: Path, capsys: p
     assert "truncated" in _refused([str(file)], capsys)
     file.write_bytes(whole[: len(frames.MAGIC) + 2])
     assert "truncated" in _refused([str(file)], capsys)
-    file.write_bytes(whole + b"")
-    end = frames.encode(frames.End("closed"))
-    assert whole.endswith(end)
-    file.write_bytes(whole[: -len(end)])
+    file.write_bytes(whole[: _end_of(whole)])
     assert "cut off" in _refused([str(file)], capsys)
-    other = msgspec.structs.replace(read(recorded / "gateway.relay").head, format_version=99)
-    file.write_bytes(frames.opening(other) + end)
+    head = read(recorded / "gateway.relay").head
+    file.write_bytes(frames.whole(msgspec.structs.replace(head, format_version=99), []))
     assert "format version 99" in _refused([str(file)], capsys)
-    foreign = msgspec.structs.replace(read(recorded / "gateway.relay").head, settings=msgspec.Raw(b"\x80"))
-    file.write_bytes(frames.opening(foreign) + end)
+    file.write_bytes(frames.whole(msgspec.structs.replace(head, settings=msgspec.Raw(b"\x80")), []))
     assert "do not fit this version" in _refused([str(file)], capsys)
-    unknown = Happened(1, "Earthquake", msgspec.Raw(b"\x80"))
-    head = frames.opening(read(recorded / "gateway.relay").head)
-    file.write_bytes(head + frames.encode(unknown) + end)
+    file.write_bytes(frames.whole(head, [Happened(1, "Earthquake", msgspec.Raw(b"\x80"))]))
     assert "'Earthquake'" in _refused([str(file)], capsys)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "no regular file" in _refused([str(pipe)], capsys)
+    assert "no regular file" in _refused(["/dev/zero"], capsys)
+
+
+def _end_of(data: bytes) -> int:
+    """Where the end mark begins."""
+    at, start = 0, len(frames.MAGIC)
+    while start < len(data):
+        at = start
+        start += frames.LENGTH_BYTES + int.from_bytes(data[start : start + frames.LENGTH_BYTES], "little")
+    return at
+
+
+def test_a_recording_with_an_end_is_what_was_written_to_the_last_bit(tmp_path: Path) -> None:
+    """Whichever bit is turned, the file is refused, as it is with a frame less, or with bytes behind its end; so with ``cut``."""
+    events = [Happened(number, "E", msgspec.Raw(b"\xc0")) for number in range(3)]
+    head = frames.head("gateway", "g", "c", b"\xc0")
+    data = frames.whole(head, events)
+    file = tmp_path / "x.relay"
+    file.write_bytes(data)
+    assert read(file).frames == events
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(BadRecording):
+            read(file)
+    less = frames.opening(head) + b"".join(frames.encode(event) for event in events[:2]) + data[_end_of(data) :]
+    for content, complaint in (
+        (less, "digest"),
+        (data.replace(b"gateway", b"workers", 1), "."),
+        (data + b"\0", "bytes follow its end mark"),
+        (data + data[_end_of(data) :], "bytes follow its end mark"),
+    ):
+        file.write_bytes(content)
+        for cut in (False, True):
+            with pytest.raises(BadRecording, match=complaint):
+                read(file, cut=cut)
+    file.write_bytes(data[: _end_of(data)])
+    assert read(file, cut=True).frames == events
 
 
 def test_what_a_killed_process_leaves(tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +238,7 @@ def test_another_commit_is_said(tmp_path: Path, recorded: Path, capsys: pytest.C
     recording = read(recorded / "gateway.relay")
     other = msgspec.structs.replace(recording.head, commit="f" * 40)
     file = tmp_path / "other.relay"
-    file.write_bytes(frames.opening(other) + frames.encode(frames.End("closed")))
+    file.write_bytes(frames.whole(other, []))
     assert run(["replay", str(file)]) == 0
     assert f"was recorded with {'f' * 40}" in capsys.readouterr().err
 

@@ -2,9 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from relay.cli import main
@@ -49,6 +53,10 @@ def test_a_tape_replays_its_seed(tmp_path, capsys) -> None:
     path = tmp_path / "seed.tape"
     assert main.run(["sim", "--seed", "5", "--record", str(path), "--json"]) == 0
     recorded = json.loads(capsys.readouterr().out)
+    before = path.read_bytes()
+    assert main.run(["sim", "--seed", "6", "--record", str(path)]) == 0
+    assert f"was there already; the tape is {tmp_path / 'seed-2.tape'}" in capsys.readouterr().err
+    assert path.read_bytes() == before
     assert main.run(["sim", "--tape", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == recorded
     assert main.run(["replay", str(path), "--json"]) == 0
@@ -89,7 +97,7 @@ def test_choices_can_be_fixed_by_their_label() -> None:
 
 
 def _tape(head: frames.Head, *more: frames.Frame) -> bytes:
-    return frames.opening(head) + b"".join([frames.encode(frame) for frame in (*more, frames.End("closed"))])
+    return frames.whole(head, more)
 
 
 FITTING = b"\x82\xa4seed\x01\xa5edits\x80"
@@ -108,7 +116,13 @@ FITTING = b"\x82\xa4seed\x01\xa5edits\x80"
             _tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("swarm", ["other"], [(0, 1)])),
             "another version",
         ),
+        (
+            _tape(frames.head("sim", "seed 1", "x", FITTING), frames.Choices("never heard of", ["other"], [(0, 1)])),
+            "holds choices this program does not make",
+        ),
         (_tape(frames.head("gateway", "g", "x", FITTING)), "use `relay replay`"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING)) + b"more", "bytes follow its end mark"),
+        (_tape(frames.head("sim", "seed 1", "x", FITTING)).replace(b"seed\x01", b"seed\x02"), "is damaged"),
         (_tape(frames.head("sim", "seed 1", "x", FITTING))[:-4], "truncated"),
     ],
 )
@@ -117,6 +131,29 @@ def test_what_is_no_tape_of_ours_is_refused(tmp_path, capsys, content: bytes, co
     path.write_bytes(content)
     assert main.run(["sim", "--tape", str(path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_tape_is_played_whole_or_not_at_all(tmp_path, capsys) -> None:
+    path = tmp_path / "seed.tape"
+    tape = Tape(5, keep=True)
+    run_tape(tape)
+    tape.save(path, "here")
+    recording = frames.read(path)
+    without_choices = frames.opening(recording.head) + frames.encode(frames.Content(b"").end("closed"))
+    path.write_bytes(without_choices)
+    assert main.run(["sim", "--tape", str(path)]) == 2
+    assert "digest" in capsys.readouterr().err
+    path.write_bytes(frames.opening(recording.head))
+    assert main.run(["replay", "--cut", str(path)]) == 2
+    assert "played whole or not at all" in capsys.readouterr().err
+    path.write_bytes(frames.whole(msgspec.structs.replace(recording.head, relay="0.0"), recording.frames))
+    assert main.run(["sim", "--tape", str(path)]) == 0  # honest: another release that made the same choices
+    swarm = next(frame for frame in recording.frames if isinstance(frame, frames.Choices) and frame.stream == "swarm")
+    swarm.drawn.append(swarm.drawn[-1])
+    path.write_bytes(frames.whole(recording.head, recording.frames))
+    capsys.readouterr()
+    assert main.run(["sim", "--tape", str(path)]) == 2
+    assert "holds choices this program does not make" in capsys.readouterr().err
 
 
 def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:
@@ -143,6 +180,15 @@ def test_a_tape_of_another_commit_says_so(tmp_path, capsys) -> None:
         (["--seed", "1", "--fresh"], "--fresh goes with"),
         (["--tape", "/nowhere/at/all"], "No such file"),
         (["--seed", "1", "--record", "/nowhere/at/all"], "cannot write"),
+        (["--seed", "1", "--record", "/dev/full"], "no regular file"),
+        (["--tape", "/dev/zero"], "no regular file"),
+        (["--time-limit", "nan"], "no time that can pass"),
+        (["--time-limit", "inf"], "no time that can pass"),
+        (["--time-limit", "0"], "no time that can pass"),
+        (["--time-limit", "1e-9", "--jobs", "1"], "no seed was run"),
+        (["--seed", "1", "--directed", "kv_lose:idle"], "cannot strike in the moment idle: a KV frame is damaged"),
+        (["--seed", "1", "--only", "orphan"], "--only names"),
+        (["--scenario", "abort-storm", "--only", "orphan"], "--only names"),
     ],
 )
 def test_bad_input_is_one_clear_line(capsys, arguments: list[str], complaint: str) -> None:
@@ -150,6 +196,13 @@ def test_bad_input_is_one_clear_line(capsys, arguments: list[str], complaint: st
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+def test_a_scenario_is_played_with_the_bug_that_only_names(capsys) -> None:
+    arguments = ["sim", "--scenario", "abort-storm", "--seed", "0", "--json"]
+    assert main.run(arguments) == 0
+    assert main.run([*arguments, "--only", "cancel does not reach decode"]) == 1
+    assert "scenario abort-storm, seed 0: " in capsys.readouterr().err
 
 
 def test_json_of_a_sweep(capsys) -> None:
@@ -177,6 +230,66 @@ def test_a_directed_run_strikes_in_its_moment() -> None:
         assert run is not None, cell
         assert run.failure is None, run.failure.report()
         assert set(run.faults) == {cell[0]}
+
+
+def test_a_directed_run_says_whether_it_struck(tmp_path, capsys) -> None:
+    cell = ("kill_worker", "handoff")
+    runs = {seed: run_seed(seed, directed(*cell)) for seed in range(4)}
+    struck = next(seed for seed, run in runs.items() if run.cells.get("/".join(cell)))
+    path = tmp_path / "struck.tape"
+    direction = ["--directed", ":".join(cell)]
+    assert main.run(["sim", "--seed", str(struck), *direction, "--record", str(path), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["struck"] is True
+    assert "did not strike" not in error
+    assert main.run(["sim", "--tape", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["struck"] is True
+    missed = Tape(1, Edits(directed=cell, fixed={"requests": 0, "prefill": 0}), keep=True)
+    assert not run_tape(missed).cells.get("/".join(cell))
+    missed.save(path, "here")
+    assert main.run(["sim", "--tape", str(path), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["struck"] is False
+    assert "kill_worker/handoff never came: the fault did not strike in that moment" in error
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "relay.cli.main", "sim", *arguments]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            _command("--seed", "1"), env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert run.returncode == 1
+    assert run.stderr == "relay: the output could not be written: No space left on device\n"
+
+
+def test_ctrl_c_ends_a_sweep_without_a_traceback() -> None:
+    """A terminal sends SIGINT to the whole group in the foreground."""
+    sweep = subprocess.Popen(
+        _command("--seeds", "100000", "--jobs", "2"),
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    children: list[int] = []
+    while len(children) < 2:  # both may still be importing
+        assert sweep.poll() is None
+        time.sleep(0.01)
+        listed = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text()
+        children = [int(pid) for pid in listed.split()]
+    os.killpg(sweep.pid, signal.SIGINT)
+    _, error = sweep.communicate(timeout=120)
+    assert error.strip() == ""
+    assert sweep.returncode == 130
+    while any(Path(f"/proc/{pid}").exists() for pid in children):  # the test's time limit is theirs
+        time.sleep(0.01)
 
 
 def test_the_table_of_cells() -> None:

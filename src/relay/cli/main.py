@@ -1,6 +1,8 @@
 """The ``relay`` command. Sub-commands are imported when they are asked for, so that ``relay --help`` is quick."""
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -61,6 +63,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns its exit code. Expected errors are one line on stderr."""
     try:
         result = cli.main(args=arguments, prog_name="relay", standalone_mode=False)
+        sys.stdout.flush()
     except RelayError as error:
         return _complain(str(error), error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:  # its message is the whole help: no error line
@@ -73,7 +76,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as with `relay model list | head`
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_output()
+        return _complain(f"the output could not be written: {error.strerror}", 1)
     return result if isinstance(result, int) else 0
+
+
+def _forget_output() -> None:
+    """What stdout still holds goes nowhere, so that the interpreter does not try to write it once more as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _complain(text: str, exit_code: int) -> int:

@@ -1,18 +1,19 @@
 """``relay sim``: whole clusters in one thread, under faults, from one seed each."""
 
 import json
+import math
 import os
 import secrets
-from dataclasses import replace
+import shlex
 from pathlib import Path
 
 import click
 
-from relay.cli.sim_mutants import choose, find_all
+from relay.cli.sim_mutants import choose, choose_one, find_all
 from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
 from relay.record.commit import commit
-from relay.record.frames import Recording, read
+from relay.record.frames import BadRecording, Recording, read
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
@@ -34,9 +35,7 @@ FILL_FROM = 100  # seeds: a smaller sweep is no claim about coverage
 @click.option(
     "--fresh", is_flag=True, help="With --seeds or --time-limit: begin at a seed that nobody knows yet, and say which."
 )
-@click.option(
-    "--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Begin no run of a sweep after this time."
-)
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Begin no run of a sweep after this time.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -93,16 +92,7 @@ def sim(
 ) -> int:
     """Simulate clusters of the production cores under faults. Exit 1 when an invariant breaks, or a planted bug is not found."""
     if scenario is not None or scenarios:
-        others = (
-            seeds,
-            time_limit,
-            directed,
-            tape,
-            record,
-            mutants or None,
-            only or None,
-            (scenario and scenarios) or None,
-        )
+        others = (seeds, time_limit, directed, tape, record, mutants or None, (scenario and scenarios) or None)
         if any(other is not None for other in others):
             raise UsageError("--scenario and --scenarios go with --seed, --only, --story and --json alone")
         return play(scenario, seed, only, story, as_json)
@@ -114,6 +104,8 @@ def sim(
             raise UsageError(f"{flag} goes with --seed")
     if only and not mutants and seed is None:
         raise UsageError("--only goes with --mutants or --seed")
+    if time_limit is not None and not 0 < time_limit < math.inf:  # NaN is not
+        raise UsageError(f"--time-limit: {time_limit:g} is no time that can pass; give seconds above 0")
     if fresh and not sweeping:
         raise UsageError("--fresh goes with --seeds or --time-limit")
     cores = len(os.sched_getaffinity(0))
@@ -123,15 +115,24 @@ def sim(
         first = secrets.randbelow(1 << 40) + (1 << 20) if fresh else first_seed
         filling = fill if fill is not None else seeds is not None and seeds >= FILL_FROM
         return _sweep(first, seeds, jobs or cores, time_limit, filling, shrinks is not False, as_json)
+    if record is not None and record.exists() and not record.is_file():
+        raise UsageError(f"--record: {record} is no regular file")
     if tape is not None:
         return play_tape(read(tape), as_json=as_json, story=story, shrinks=bool(shrinks))
     edits = _direction(directed) if directed is not None else Edits()
-    name = choose(only)[0].name if only else ""
+    name = choose_one(only).name if only else ""
     played = Tape(seed or 0, edits, keep=record is not None, mutant=name)
-    run = _play(played, story)
+    status = _one(_play(played, story), edits, as_json, story, shrinks=bool(shrinks))
     if record is not None:
-        played.save(record, commit())
-    return _one(run, as_json, story, shrinks=bool(shrinks))
+        try:
+            path = played.save_new(record, commit())
+            if path != record:
+                click.echo(f"relay: {record} was there already; the tape is {path}", err=True)
+        except BadRecording as error:
+            if status == 0:
+                raise
+            click.echo(f"relay: {error}", err=True)  # the violation is what matters, and the exit code tells of it
+    return status
 
 
 def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool = False) -> int:
@@ -140,7 +141,11 @@ def play_tape(recording: Recording, *, as_json: bool, story: bool, shrinks: bool
     recorded, here = recording.head.commit, commit()
     if recorded != here:
         click.echo(f"relay: {recording.path} was recorded with {recorded}, this is {here}; it may not fit", err=True)
-    return _one(_play(tape, story), as_json, story, shrinks=shrinks)
+    run = _play(tape, story)
+    if tape.unused:  # only after a violation; without one the tape is refused
+        click.echo(f"relay: the violation came before {tape.unused} choices of {recording.path} were made", err=True)
+    again = f"relay sim --tape {shlex.quote(str(recording.path))}"
+    return _one(run, tape.edits, as_json, story, shrinks=shrinks, again=again)
 
 
 def _play(tape: Tape, story: bool) -> Run:
@@ -155,12 +160,18 @@ def _direction(text: str) -> Edits:
     for name, known, kind in ((fault, FAULTS, "fault"), (moment, MOMENTS, "moment")):
         if name not in known:
             raise UsageError(f"--directed: no {kind} is called {name!r}; there are {', '.join(known)}")
+    reason = coverage.IMPOSSIBLE.get((fault, moment))
+    if reason is not None:
+        raise UsageError(f"--directed: {fault} cannot strike in the moment {moment}: {reason}")
     return directed_edits(fault, moment)
 
 
-def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
+def _one(run: Run, edits: Edits, as_json: bool, story: bool, *, shrinks: bool, again: str = "") -> int:
+    """Tell of one run; ``again``: what to type to see it again, if its seed is not enough. Returns the exit code."""
     failure = run.failure
-    tape = _shrunk(failure) if failure is not None and shrinks else None
+    cell = None if edits.directed is None else "/".join(edits.directed)
+    struck = None if cell is None else run.cells.get(cell, 0) > 0  # None: nobody directed anything
+    tape = _shrunk(failure, again) if failure is not None and shrinks else None
     if as_json:
         answer = {
             "seed": run.seed,
@@ -172,10 +183,10 @@ def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
             "shrunk_tape": None if tape is None else str(tape),
             "trace_hash": run.trace_hash,
         }
-        click.echo(json.dumps(answer))
+        click.echo(json.dumps(answer if struck is None else {**answer, "struck": struck}))
     elif failure is not None:
         if tape is None:
-            click.echo(failure.report())
+            click.echo(failure.report(again))
     else:
         faults = sum(run.faults.values())
         click.echo(
@@ -184,17 +195,25 @@ def _one(run: Run, as_json: bool, story: bool, *, shrinks: bool) -> int:
         )
         if story:
             click.echo("\n".join(run.story))
+    if struck is False:
+        click.echo(f"relay: {cell} never came: the fault did not strike in that moment; try another seed", err=True)
     return VIOLATION_STATUS if failure is not None else 0
 
 
-def _shrunk(failure: Failure) -> Path | None:
-    """Look for a smaller run, print its story, write its tape; None if there is no smaller one."""
+def _shrunk(failure: Failure, again: str = "") -> Path | None:
+    """Look for a smaller run, print its story, write its tape; None if the tape could not be written."""
     click.echo(f"shrinking seed {failure.seed} (at most {BUDGET_S:g} s)", err=True)
-    smaller = shrink(failure)
-    path = Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape")
-    smaller.tape.save(path, commit())
-    report = replace(smaller.failure).report(f"relay sim --tape {path}")
-    click.echo(f"{smaller.summary()}\n{report}", err=True)
+    smaller = shrink(failure, BUDGET_S)
+    replay = (
+        f"{again or failure.replay_command} --shrink"  # without its tape the smaller run has to be looked for again
+    )
+    path: Path | None = None
+    try:
+        path = smaller.tape.save_new(Path(f"relay-sim-{failure.seed}-{failure.invariant}.tape"), commit())
+        replay = f"relay sim --tape {shlex.quote(str(path))}"
+    except BadRecording as error:
+        click.echo(f"relay: {error}", err=True)
+    click.echo(f"{smaller.summary()}\n{smaller.failure.report(replay)}", err=True)
     return path
 
 
@@ -206,6 +225,8 @@ def _sweep(
             click.echo(run.failure.report(), err=True)
 
     total = sweep(first, seeds, jobs=jobs, time_limit_s=time_limit, fill=fill, progress=progress)
+    if not total.seeds:
+        raise UsageError(f"no seed was run: the time limit of {time_limit:g} s was over before the first")
     if shrinks and total.failures:
         _shrunk(total.failures[0])
     if as_json:

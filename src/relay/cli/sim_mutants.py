@@ -24,6 +24,15 @@ def choose(only: tuple[str, ...]) -> list[Mutant]:
     return chosen
 
 
+def choose_one(only: tuple[str, ...]) -> Mutant:
+    """The one that ``only`` names. Raises UsageError with all that it names if they are several."""
+    chosen = choose(only)
+    if len(chosen) > 1:
+        names = ", ".join(repr(mutant.name) for mutant in chosen)
+        raise UsageError(f"--only names {len(chosen)} mutants, and a run has one: {names}")
+    return chosen[0]
+
+
 def find_all(chosen: list[Mutant], jobs: int, as_json: bool) -> int:
     """Plant them in turn, ``jobs`` at a time; says what found each (on stderr with ``as_json``). Exit status 0: all were found."""
     findings: dict[str, Finding | None] = {}

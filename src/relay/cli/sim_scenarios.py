@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import click
 
-from relay.cli.sim_mutants import choose
+from relay.cli.sim_mutants import choose_one
 from relay.sim.mutants import planted
 from relay.sim.scenarios import catalogue
 
@@ -19,7 +19,7 @@ def play(name: str | None, seed: int | None, only: tuple[str, ...], story: bool,
     broken = 0
     answers = []
     for scenario in scenarios:
-        with planted(choose(only)[0]) if only else nullcontext():
+        with planted(choose_one(only)) if only else nullcontext():
             runs = [catalogue.run_scenario(scenario, each, story=story) for each in seeds]
         failures = [run.failure for run in runs if run.failure is not None]
         broken += len(failures)

@@ -3,14 +3,17 @@
     relay record\\n
     u32 length, Head          who recorded what, with which source
     u32 length, frame ...     in order of time
-    u32 length, End           why nothing follows
+    u32 length, End           why nothing follows, and a digest of everything before
 
-A file without End was cut off: its process died, or still writes. Nothing of a file is executed, and a frame is decoded into fixed
-types only. Version 1 was the JSON tape of the first simulator.
+A file without End was cut off: its process died, or still writes. One with End is exactly what was written, to the last bit, and
+ends there. Nothing of a file is executed, and a frame is decoded into fixed types only. Version 1 was the JSON tape of the first
+simulator; version 2 had no digest.
 """
 
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +23,8 @@ from relay import __version__
 from relay.errors import UsageError
 
 MAGIC = b"relay record\n"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+DIGEST_BYTES = 16
 MAX_FRAME_BYTES = 64 << 20
 LENGTH_BYTES = 4
 
@@ -72,7 +76,10 @@ class Choices(msgspec.Struct, frozen=True, array_like=True, tag="choices"):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """``digest``: BLAKE2b of every byte before this frame, then of ``reason``."""
+
     reason: str
+    digest: bytes
 
 
 Frame = Happened | Answered | Decided | Choices | End
@@ -101,6 +108,28 @@ def encode(frame: Head | Frame) -> bytes:
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
 
 
+class Content:
+    """What a file holds so far, for the digest in its End."""
+
+    def __init__(self, data: bytes | memoryview = b"") -> None:
+        self._hash = blake2b(data, digest_size=DIGEST_BYTES)
+
+    def add(self, data: bytes) -> None:
+        self._hash.update(data)
+
+    def end(self, reason: str) -> End:
+        """The frame that ends the file."""
+        hashed = self._hash.copy()
+        hashed.update(reason.encode())
+        return End(reason, hashed.digest())
+
+
+def whole(recorded: Head, frames: Iterable[Frame], reason: str = "closed") -> bytes:
+    """All bytes of a file."""
+    data = opening(recorded) + b"".join(encode(frame) for frame in frames)
+    return data + encode(Content(data).end(reason))
+
+
 @dataclass(slots=True)
 class Recording:
     """A file that was read. ``ended`` is the reason in its End, None if it was cut off."""
@@ -114,6 +143,8 @@ class Recording:
 def read(path: Path, *, cut: bool = False) -> Recording:
     """The recording at ``path``. Raises BadRecording for anything else, and for one that was cut off unless ``cut`` allows it."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would wait for a writer, a device may never end
+            raise BadRecording(f"{path} is no regular file")
         data = path.read_bytes()
     except OSError as error:
         raise BadRecording(f"{path}: {error.strerror or error}") from error
@@ -125,14 +156,20 @@ def read(path: Path, *, cut: bool = False) -> Recording:
     first = next(raws, None)
     if first is None:
         raise BadRecording(f"{path} ends before its head")
-    recorded = _head(path, first)
+    recorded = _head(path, first[1])
     frames: list[Frame] = []
-    for number, raw in enumerate(raws):
+    for number, (at, raw) in enumerate(raws):
         try:
             frame = _frames.decode(raw)
         except msgspec.MsgspecError as error:
             raise BadRecording(f"{path} is damaged at frame {number}: {error}") from error
         if isinstance(frame, End):
+            if frame != Content(memoryview(data)[:at]).end(frame.reason):
+                raise BadRecording(
+                    f"{path} is damaged: it is not what was recorded (the digest in its end mark differs)"
+                )
+            if at + LENGTH_BYTES + len(raw) != len(data):
+                raise BadRecording(f"{path} is damaged: bytes follow its end mark")
             return Recording(path, recorded, frames, frame.reason)
         frames.append(frame)
     if not cut:
@@ -140,8 +177,8 @@ def read(path: Path, *, cut: bool = False) -> Recording:
     return Recording(path, recorded, frames, None)
 
 
-def _split(path: Path, data: bytes, cut: bool) -> Iterator[memoryview]:
-    """Whole frames. One that ends early ends the file if ``cut``, and is an error otherwise."""
+def _split(path: Path, data: bytes, cut: bool) -> Iterator[tuple[int, memoryview]]:
+    """Whole frames, each with its offset. One that ends early ends the file if ``cut``, and is an error otherwise."""
     view = memoryview(data)
     at = len(MAGIC)
     while at < len(data):
@@ -153,7 +190,7 @@ def _split(path: Path, data: bytes, cut: bool) -> Iterator[memoryview]:
             if cut:
                 return
             raise BadRecording(f"{path} is truncated: it ends within the frame at offset {at}")
-        yield view[start : start + size]
+        yield at, view[start : start + size]
         at = start + size
 
 

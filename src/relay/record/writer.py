@@ -30,6 +30,7 @@ class Writer:
         self.path = path
         self._left = max_bytes - SPARE_BYTES
         self._pending = b""
+        self._content = frames.Content()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, PRIVATE)
@@ -84,13 +85,15 @@ class Writer:
 
     def _end(self, reason: str) -> None:
         pending, self._pending = self._pending, b""
-        self._put(pending + frames.encode(frames.End(reason)))
+        self._put(pending)
+        self._put(frames.encode(self._content.end(reason)))
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
     def _put(self, data: bytes) -> None:
         file = self._file
+        self._content.add(data)
         view = memoryview(data)
         try:
             while file is not None and view:

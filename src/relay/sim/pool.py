@@ -66,7 +66,9 @@ class Pool:
 
     def __init__(self, jobs: int) -> None:
         self._children = [
-            subprocess.Popen([sys.executable, "-m", "relay.sim.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            subprocess.Popen(  # a process group each: Ctrl-C is for the parent, which ends them
+                [sys.executable, "-m", "relay.sim.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            )
             for _ in range(jobs)
         ]
         self._lock = threading.Lock()

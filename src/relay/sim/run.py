@@ -105,6 +105,10 @@ def run_tape(tape: Tape, script: Script | None = None, *, story: bool = False) -
                 script.run(world)
         if world.kernel.wall_readers:
             raise Violation("I14", f"the wall clock was read at {', '.join(world.kernel.wall_readers)}")
+        if tape.unused:
+            raise ForeignTape(
+                f"the tape holds choices this program does not make ({tape.unused} of them): it was recorded by another version"
+            )
     except ForeignTape:
         raise
     except Violation as violation:

@@ -1,6 +1,7 @@
 """A smaller run that breaks the same invariant: without faults and requests that do not matter, without delays, shorter.
 
-Every candidate is the seed with other edits, so a run of its own; one is taken if the same invariant breaks in it.
+Every candidate is the seed with other edits, so a run of its own; one is taken if the same invariant breaks in it, after no more
+events.
 Lists are halved as in delta debugging (Zeller and Hildebrandt, 2002): whole halves first, single ones last.
 """
 
@@ -58,7 +59,8 @@ class Shrunk:
             f"{name} {before} → {after}"
             for name, (before, after) in (("faults", self.faults), ("requests", self.requests), ("events", self.events))
         ]
-        return f"shrunk in {self.tried} runs: {', '.join(parts)}"
+        probes = " (the probes are not counted)" if not self.requests[1] else ""
+        return f"shrunk in {self.tried} runs: {', '.join(parts)}{probes}"
 
 
 def shrink(failure: Failure, budget_s: float = BUDGET_S, play: Callable[[Tape], Run] | None = None) -> Shrunk:
@@ -132,12 +134,12 @@ class _Search:
             size //= 2
 
     def _try(self, edits: Edits) -> bool:
-        """Whether the same breaks with ``edits``; if so they are the best so far."""
+        """Whether the same breaks with ``edits``, after no more events; if so they are the best so far."""
         if time.monotonic() >= self._deadline:
             return False
         self._tried += 1
         found = self._play(Tape(self._first.seed, edits, mutant=self._first.mutant)).failure
-        if found is None or found.invariant != self._first.invariant:
+        if found is None or found.invariant != self._first.invariant or found.events > self._best.events:
             return False
         self._best = found
         return True

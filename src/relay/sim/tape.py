@@ -123,25 +123,40 @@ class Tape:
         return items[self.below(len(items), label)]
 
     @property
+    def unused(self) -> int:
+        """How many choices on the tape nobody has asked for."""
+        asked = {name: stream.position for name, stream in self._streams.items()}
+        return sum(max(0, len(choices) - asked.get(name, 0)) for name, choices in self._replay.items())
+
+    @property
     def drawn(self) -> dict[str, list[Choice]]:
         """Everything drawn so far by stream; empty without ``keep``."""
         return {name: stream.drawn for name, stream in self._streams.items() if stream.drawn}
 
     def save(self, path: Path, commit: str) -> None:
-        """Write everything drawn so far. ``commit`` names the source it was recorded with. Raises UsageError."""
+        """Write everything drawn so far. ``commit`` names the source it was recorded with. Raises BadRecording."""
+        try:
+            path.write_bytes(self._encoded(commit))
+        except OSError as error:
+            raise BadRecording(f"cannot write {path}: {error.strerror or error}") from error
+
+    def save_new(self, path: Path, commit: str) -> Path:
+        """The same, but never over another file: returns where it was written, "x.tape", "x-2.tape", … Raises BadRecording."""
+        number, free = 1, path
+        while free.exists() or free.is_symlink():
+            number += 1
+            free = path.with_stem(f"{path.stem}-{number}")
+        self.save(free, commit)
+        return free
+
+    def _encoded(self, commit: str) -> bytes:
         settings = codec.encode(TapeSettings(self.seed, self.edits, self.mutant))
-        parts = [frames.opening(frames.head("sim", f"seed {self.seed}", commit, settings))]
+        parts: list[frames.Frame] = []
         for name, choices in self.drawn.items():
             labels = list(dict.fromkeys(label for label, _ in choices))
             index = {label: number for number, label in enumerate(labels)}
-            parts.append(
-                frames.encode(frames.Choices(name, labels, [(index[label], value) for label, value in choices]))
-            )
-        parts.append(frames.encode(frames.End("closed")))
-        try:
-            path.write_bytes(b"".join(parts))
-        except OSError as error:
-            raise BadRecording(f"cannot write {path}: {error.strerror or error}") from error
+            parts.append(frames.Choices(name, labels, [(index[label], value) for label, value in choices]))
+        return frames.whole(frames.head("sim", f"seed {self.seed}", commit, settings), parts)
 
     def _stream(self, name: str) -> _Stream:
         stream = self._streams.get(name)
@@ -157,6 +172,8 @@ def tape_of(recording: Recording) -> Tape:
         raise BadRecording(
             f"{path} is the recording of a {recording.head.kind}, not a tape of `relay sim`; use `relay replay`"
         )
+    if recording.ended is None:
+        raise BadRecording(f"{path} was cut off: a tape is played whole or not at all")
     replay: dict[str, list[Choice]] = {}
     try:
         settings = msgspec.msgpack.decode(recording.head.settings, type=TapeSettings)

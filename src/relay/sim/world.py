@@ -207,8 +207,9 @@ class World(Disturbances):
         self.clients[request] = client
         params = submission.params
         self.kernel.tell(
-            "request {}: {} tokens, n {}, max_tokens {}",
+            "request {}{}: {} tokens, n {}, max_tokens {}",
             request,
+            " (a probe)" if expectation.probe else "",
             len(submission.token_ids),
             submission.n,
             params.max_tokens,
@@ -239,7 +240,7 @@ class World(Disturbances):
                 self.supervisor.send_back(self.clients[request])
             case c.Fail(request, failure) | c.Refuse(request, failure):
                 client = self.clients[request]
-                self.kernel.tell("request {}: {} {}", request, failure.code, failure.message)
+                self.kernel.tell("request {}: {}{}", request, failure.code, failure.message and f", {failure.message}")
                 if client.open:
                     client.end(failure)
                     judge(self, client, failure, refused=isinstance(command, c.Refuse))
@@ -266,7 +267,7 @@ class World(Disturbances):
         old = self.workers.get(key.worker)
         if old is not None and (old.alive or old.running is not None):
             self.zombies.append(old)
-        self.kernel.tell("{} starts, incarnation {} {}", key.worker, key.incarnation, cause)
+        self.kernel.tell("{} starts, incarnation {}{}", key.worker, key.incarnation, cause and f": {cause}")
         self._calm(key.worker)
         self.workers[key.worker] = WorkerNode(
             self.kernel,
