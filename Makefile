@@ -7,7 +7,7 @@ EXTRAS ?= dev
 ARGS ?=
 
 # Arguments for `relay chaos`
-CHAOS ?= --requests 170 --faults 66 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3
+CHAOS ?= --requests 170 --faults 75 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3
 
 .PHONY: serve test check lint types contract verify sim chaos bench tables clean
 

@@ -102,7 +102,7 @@ class SteppingGateway:
     def _deliver(self) -> None:
         token = self._tokens[self._step % len(self._tokens)]
         for sink in self._sinks:
-            sink.tokens(Delivery(0, self._step, [token]))
+            sink.tokens(Delivery(0, self._step, [token], numerics_id="numerics"))
         self._events += len(self._sinks)
 
     def cancel(self, request: int) -> None:

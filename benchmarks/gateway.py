@@ -60,6 +60,9 @@ async def serve(arguments: argparse.Namespace) -> None:
                 LaunchSpec(name=worker.worker, argv=[sys.executable, str(HERE / "fake_engine.py"), *flat])
             )
 
+        def leaving(self, workers, *, stay_out: bool) -> None:
+            """Nobody else starts workers."""
+
         def stop(self, worker: WorkerKey, *, kill: bool) -> None:
             self.launcher.stop(worker.worker, kill=kill)
 

@@ -49,6 +49,9 @@ class NoLauncher:
     def start(self, worker: WorkerKey, role: Role) -> None:
         return
 
+    def leaving(self, workers, *, stay_out: bool) -> None:
+        """Nobody else starts workers."""
+
     def stop(self, worker: WorkerKey, *, kill: bool) -> None:
         return
 

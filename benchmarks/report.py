@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -31,9 +32,10 @@ def provenance() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    named = os.environ.get("RELAY_COMMIT")  # of a copy without its repository
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
-        "commit": commit + ("+dirty" if dirty else ""),
+        "commit": named or commit + ("+dirty" if dirty else ""),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions},

@@ -24,6 +24,7 @@ MAX_BLOCK_SIZE = 1 << 12
 MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
 STEP_DEADLINE_S = 10.0
+_WORKER_ADDRESS = re.compile(r"tcp://[^\s,]+:\d{1,5}")
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
@@ -303,24 +304,31 @@ class ServeConfig:
     grace_s: float = 30.0
     gateways: int = 1  # processes that serve HTTP on the one port; more than one: under a supervisor
     orphan_hold_s: float = 10.0  # with several gateways: how long workers keep what a lost one ordered
-    worker_port: int = 0  # of the listener that workers dial
-    worker_address: str | None = None  # what they dial instead, where something stands in between
+    worker_port: int = (
+        0  # of the listener that workers dial; with several gateways that of the first, the next ports follow
+    )
+    worker_address: str | None = (
+        None  # what they dial instead, where something stands in between; with commas for each gateway
+    )
     perturb: tuple[str, ...] = ()  # "worker=kind" of ``kernels.perturbed``; "all" is every worker
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
-        _check(0 <= self.worker_port <= 65535, f"--worker-port must be between 0 and 65535, not {self.worker_port}")
         _check(
-            self.worker_address is None or re.fullmatch(r"tcp://\S+:\d{1,5}", self.worker_address) is not None,
+            0 <= self.worker_port <= 65536 - self.gateways,
+            f"--worker-port must be between 0 and {65536 - self.gateways}, not {self.worker_port}",
+        )
+        _check(
+            self.worker_address is None or all(_WORKER_ADDRESS.fullmatch(one) for one in self.worker_addresses),
             f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
         )
         _check(1 <= self.gateways <= 16, f"--gateways must be between 1 and 16, not {self.gateways}")
         _check(0 < self.orphan_hold_s <= 3600, "--orphan-hold must be a number of seconds up to 3600")
         _check(
-            self.gateways == 1 or (self.worker_port == 0 and self.worker_address is None),
-            "--worker-port and --worker-address name one listener; with --gateways there are several",
+            self.worker_address is None or len(self.worker_addresses) == self.gateways,
+            f"--worker-address must name an address for each of the {self.gateways} gateways",
         )
         _check(self.served_model_name != "", "--served-model-name must not be empty")
         _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
@@ -345,6 +353,11 @@ class ServeConfig:
             )
             found |= dict.fromkeys(ids if worker == "all" else [worker], kind)
         return found
+
+    @property
+    def worker_addresses(self) -> list[str]:
+        """What workers are told to dial, by gateway; empty: the gateways' own addresses."""
+        return self.worker_address.split(",") if self.worker_address is not None else []
 
     @property
     def slots(self) -> list[tuple[str, Literal["prefill", "decode", "both"]]]:

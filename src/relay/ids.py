@@ -28,3 +28,8 @@ _EPOCH_SHIFT = 40
 def first_id(epoch: int) -> int:
     """The first request or transfer id of a gateway's life; 2^40 follow it that no other life uses. 0 ≤ ``epoch`` < 2^23."""
     return (epoch << _EPOCH_SHIFT) + 1
+
+
+def epoch_of(number: int) -> int:
+    """The epoch of the gateway that gave a request or a transfer its id."""
+    return number >> _EPOCH_SHIFT

@@ -93,6 +93,7 @@ class FakeGateway:
         self._slots = slots
         self._queue = queue
         self.numerics_after_submit: str | None = None  # what a first worker, ready only after a request came, names
+        self.computes_with = ""  # of new tokens, where that is not what the gateway met first
         self._running: list[_Running] = []
         self._next = 0
         self._ticking = False
@@ -180,7 +181,9 @@ class FakeGateway:
             self._running = [r for r in self._running if r.request != running.request]
             running.sink.failed(self.fail_after[1])
             return
-        delivery = Delivery(running.choice, len(running.output), [])
+        delivery = Delivery(
+            running.choice, len(running.output), [], numerics_id=self.computes_with or self._info.numerics_id
+        )
         if not running.output:
             delivery.cached_tokens = min(16, len(running.submission.token_ids) - 1) // 16 * 16
         if params.logprobs is not None:

@@ -159,6 +159,12 @@ def test_without_a_key_or_with_another_the_tokens_are_others(client: httpx.Clien
     assert len(set(texts)) == 4
 
 
+def test_a_key_is_its_callers_own(client: httpx.Client) -> None:
+    path, body = REQUESTS["chat"]
+    callers = [KEY, KEY | {"authorization": "Bearer a"}, KEY | {"authorization": "Bearer b"}]
+    assert len({read(client, path, body, headers).text()[0] for headers in callers}) == 3
+
+
 def test_a_seed_that_is_given_counts(client: httpx.Client) -> None:
     path, body = REQUESTS["chat"]
     assert read(client, path, {**body, "seed": 5}, KEY).text() == read(client, path, {**body, "seed": 5}, {}).text()
@@ -213,6 +219,21 @@ def test_what_was_read_was_computed_with_these_numerics(client: httpx.Client, ga
     read(client, path, body, {**KEY, "last-event-id": "0", "relay-numerics-id": numerics_id})
     read(client, path, body, {**KEY, "last-event-id": "2", "relay-numerics-id": numerics_id})
     assert [submission.numerics_id for submission in gateway.submissions[-2:]] == ["", "numerics-0"]
+
+
+@pytest.mark.parametrize("name", ["chat", "greedy"])
+def test_an_answer_names_what_it_is_computed_with_and_not_what_its_gateway_met_first(
+    client: httpx.Client, gateway: FakeGateway, name: str
+) -> None:
+    """In a rolling upgrade, and ever after it."""
+    gateway.computes_with = "numerics-1"
+    path, body = REQUESTS[name]
+    plain = client.post(path, json=body)
+    assert plain.headers["relay-numerics-id"] == plain.json()["system_fingerprint"] == "numerics-1"
+    with client.stream("POST", path, json={**body, "stream": True}, headers=KEY) as response:
+        assert response.headers.get_list("relay-numerics-id") == ["numerics-1"]
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert {event["system_fingerprint"] for event in events} == {"numerics-1"}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,5 +1,6 @@
 """`relay proxy` between clients and gateways that break: stock clients see one unbroken stream, byte for byte the same text."""
 
+import asyncio
 import json
 import re
 import socket
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from relay.api.app import create_app
 from relay.errors import UsageError
 from relay.models.tokenizer import Tokenizer
-from relay.proxy.app import Proxy
+from relay.proxy.app import Proxy, _Passing
 from relay.proxy.events import EventBuffer
 from relay.proxy.upstream import Upstream
 
@@ -141,6 +142,21 @@ def test_a_stream_that_breaks_goes_on_where_it_was(gateways: Gateways) -> None:
     assert passed == stream(gateways.direct, BODY, {"idempotency-key": "a"})
     assert passed[1:] == (["length"], 1)
     assert any(b"last-event-id: " in data for relay in gateways.relays for data in relay.requests)
+
+
+def test_it_asks_for_the_numerics_of_what_was_read_and_not_of_an_answer_that_broke_before() -> None:
+    async def send(_: Any) -> None:
+        pass
+
+    async def answers() -> list[tuple[bytes, bytes]]:
+        passing = _Passing(send)
+        for numerics, tokens in ((b"one", b"0"), (b"two", b"2")):
+            kind = (b"content-type", b"text/event-stream")
+            await passing.head(200, [kind, (b"relay-numerics-id", numerics)])
+            await passing.part(b"id: " + tokens + b"\ndata: {}\n\n")
+        return passing.resume([])
+
+    assert asyncio.run(answers()) == [(b"last-event-id", b"2"), (b"relay-numerics-id", b"two")]
 
 
 @pytest.mark.parametrize("gateways", [[[1500, 900], [1100]]], indirect=True)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from relay.chaos.kinds import KINDS, MOMENTS
-from relay.chaos.plan import choose_kinds, draw_plan
+from relay.chaos.plan import Ground, choose_kinds, draw_plan
 from relay.chaos.requests import draw_requests
 from relay.chaos.shapes import Shape, parse_shape
 from relay.errors import UsageError
@@ -26,7 +26,7 @@ def test_shapes_that_are_none(text):
 
 
 def test_a_plan_is_its_seeds_and_has_every_kind():
-    shape = Shape(1, 2)
+    shape = Ground(Shape(1, 2), gateways=2, netns=True)
     plan = draw_plan(7, shape, 60, [])
     assert plan == draw_plan(7, shape, 60, [])
     assert plan != draw_plan(8, shape, 60, [])
@@ -39,21 +39,33 @@ def test_a_plan_is_its_seeds_and_has_every_kind():
 
 def test_a_plan_has_as_many_faults_as_asked_for():
     for count in (0, 1, 5, 22, 23, 100):
-        assert len(draw_plan(1, Shape(2, 2), count, [])) == count
+        assert len(draw_plan(1, Ground(Shape(2, 2)), count, [])) == count
 
 
 def test_colocated_workers_have_no_kv_connections():
-    plan = draw_plan(3, Shape(0, 3), 80, [])
+    plan = draw_plan(3, Ground(Shape(0, 3)), 80, [])
     assert not any(KINDS[fault.kind].target == "kv" for fault in plan)
     assert {fault.role for fault in plan} == {"both"}
     with pytest.raises(UsageError, match="no KV connections"):
-        choose_kinds(["cut_kv"], Shape(0, 3))
+        choose_kinds(["cut_kv"], Ground(Shape(0, 3)))
 
 
 def test_kinds_can_be_chosen():
-    assert {fault.kind for fault in draw_plan(1, Shape(1, 2), 9, ["stop_both", "cut_kv"])} == {"stop_both", "cut_kv"}
+    assert {fault.kind for fault in draw_plan(1, Ground(Shape(1, 2)), 9, ["stop_both", "cut_kv"])} == {
+        "stop_both",
+        "cut_kv",
+    }
     with pytest.raises(UsageError, match="explode"):
-        choose_kinds(["kill_engine", "explode"], Shape(1, 2))
+        choose_kinds(["kill_engine", "explode"], Ground(Shape(1, 2)))
+
+
+def test_what_is_not_there_is_not_struck():
+    plan = draw_plan(3, Ground(Shape(1, 2)), 80, [])
+    assert not any(KINDS[fault.kind].target == "gateway" or KINDS[fault.kind].on_packets for fault in plan)
+    with pytest.raises(UsageError, match="--gateways"):
+        choose_kinds(["kill_engine", "stop_gateway"], Ground(Shape(1, 2), netns=True))
+    with pytest.raises(UsageError, match="--netns"):
+        choose_kinds(["loss_kv"], Ground(Shape(1, 2), gateways=2))
 
 
 def test_requests_are_their_seeds_and_cover_the_parameters():

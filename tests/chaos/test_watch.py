@@ -96,3 +96,18 @@ def test_a_request_that_had_everything_waits_for_nothing():
     resumes.ended(77)
     assert resumes.finished == []
     assert not resumes.waiting
+
+
+def test_a_choice_that_another_gateway_takes_over_is_at_one_place_and_its_wait_goes_on():
+    resumes = Resumes()
+    watch = Watch(on_order=resumes.ordered, on_token=resumes.reported)
+    watch.to_worker(D, Run(work()))
+    watch.from_worker(D, tokens(0, 0, [1, 2]))
+    watch.to_worker(E, Run(work(request=6)))
+    assert watch.held_by(D) == []
+    assert [placement.key for placement in watch.held_by(E)] == [(6, 0)]
+    resumes.harmed("kill_engine", "prefill", watch.held_by(E)[0], 100.0)
+    watch.to_worker(D, Run(work(request=7)))
+    watch.from_worker(D, Tokens([TokenEntry(7, 0, 0, 2, [3], None)]))
+    resumes.arrived(77, 0, 3, 100.5)
+    assert [harm.resumed_s for harm in resumes.finished] == [100.5]

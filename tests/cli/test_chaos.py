@@ -11,6 +11,7 @@ from tests.cli.serving import ENVIRONMENT, running, wait_gone, write_tiny_model
 from relay.chaos.leaks import descendants
 
 PATIENCE_S = 240
+SKIPPED = 8
 NONE = {"different": 0, "failed": 0, "leaked": 0, "disagreements": 0, "problems": []}
 
 
@@ -64,6 +65,33 @@ def test_every_answer_is_the_calm_one(model, cache, tmp_path, shape, faults):
     assert report["replayed"]["replayed"] == report["replayed"]["recordings"] > 2
 
 
+def test_gateways_are_killed_and_no_client_loses_a_byte(model, cache, tmp_path):
+    kinds = "kill_gateway,stop_gateway,kill_engine"
+    arguments = ["--gateways", "2", "--requests", "30", "--faults", "7", "--seed", "7", "--kinds", kinds]
+    ended = small(model, cache, *arguments, "--trace", str(tmp_path))
+    report = json.loads(ended.stdout)
+    assert {key: report[key] for key in NONE} == NONE, ended.stderr
+    assert ended.returncode == 0
+    assert report["identical"] == 30
+    assert {"kill_gateway", "stop_gateway"} <= set(report["faults"])
+    assert report["reposted"] > 0
+    assert report["replayed"]["replayed"] == report["replayed"]["recordings"] > 2
+
+
+def test_packets_are_lost_where_that_is_possible(model, cache):
+    kinds = "partition_control,half_partition_control,loss_control,partition_kv,loss_kv"
+    ended = small(model, cache, "--netns", "--requests", "20", "--faults", "5", "--seed", "7", "--kinds", kinds)
+    if ended.returncode == SKIPPED:
+        assert ended.stderr.startswith("relay: --netns skipped: ")
+        assert ended.stderr.count("\n") == 1
+        pytest.skip(ended.stderr.strip())
+    report = json.loads(ended.stdout)
+    assert {key: report[key] for key in NONE} == NONE, ended.stderr
+    assert ended.returncode == 0
+    assert report["identical"] == 20
+    assert report["packets_lost"]["partition_control"] > 0
+
+
 def test_a_poison_request_ends_alone(model, cache):
     ended = small(model, cache, "--requests", "20", "--faults", "0", "--poison", "2", "--seed", "2")
     report = json.loads(ended.stdout)
@@ -90,6 +118,9 @@ def test_a_worker_that_rounds_differently_is_noticed(model, cache):
         (["--shape", "0P+2D"], "--shape"),
         (["--kinds", "kill_engine,implode"], "implode"),
         (["--shape", "3", "--kinds", "cut_kv"], "no KV connections"),
+        (["--kinds", "kill_gateway"], "--gateways"),
+        (["--kinds", "partition_kv"], "--netns"),
+        (["--gateways", "0"], "--gateways"),
         (["--poison", "-1"], "--poison"),
         (["--requests", "0"], "--requests"),
         (["--faults", "-1"], "--faults"),

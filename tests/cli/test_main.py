@@ -80,7 +80,7 @@ def test_status_of_something_else_is_one_line(capsys):
 
 
 def test_exit_codes_are_distinct():
-    codes = [kind.exit_code for kind in RelayError.__subclasses__()]
+    codes = [kind.exit_code for kind in RelayError.__subclasses__() if "exit_code" in vars(kind)]
     assert len(set(codes)) == len(codes)
     assert RelayError.exit_code not in codes
 
@@ -145,8 +145,18 @@ def test_worker_settings_are_checked(values):
         {"grace_s": -1.0},
         {"decode": 0},
         {"served_model_name": ""},
+        {"worker_address": "localhost:9000"},
+        {"worker_address": "tcp://127.0.0.1:9000,tcp://127.0.0.1:9001"},
+        {"worker_address": "tcp://127.0.0.1:9000", "gateways": 2},
+        {"worker_port": 65535, "gateways": 2},
     ],
 )
 def test_serve_settings_are_checked(values):
     with pytest.raises(UsageError):
         ServeConfig("m", **values)
+
+
+def test_every_gateway_can_have_something_between_it_and_its_workers():
+    assert ServeConfig("m").worker_addresses == []
+    two = ServeConfig("m", gateways=2, worker_port=9000, worker_address="tcp://127.0.0.1:1,tcp://127.0.0.1:2")
+    assert two.worker_addresses == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]

@@ -107,7 +107,10 @@ class Fleet:
     def start(self, worker: WorkerKey, role: str) -> None:
         self.workers[worker] = SocketWorker(worker, role, self)
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+    def leaving(self, workers, *, stay_out: bool) -> None:
+        """Nobody else starts workers."""
+
+    def stop(self, worker: WorkerKey, *, kill: bool, word=None) -> None:
         self.workers[worker].die()
 
     def handoff(self, order: Prefill, key: SequenceKey) -> None:

@@ -113,6 +113,7 @@ class FakeWorker:
         elif isinstance(message, Run):
             work = message.work
             generated = list(work.token_ids[work.num_prompt :])
+            self._forget_older(work)
             self.sequences[self._key(work)] = Sequence(work, generated, runnable=True, parks=message.park_ms > 0)
         elif isinstance(message, Reserve):
             work = message.work
@@ -124,8 +125,7 @@ class FakeWorker:
             self.sequences[self._key(work)] = Sequence(work, generated, runnable=False, transfer=message.transfer)
             self.out.append(Accept(work.request, work.choice, work.attempt, message.transfer, 0))
         elif isinstance(message, Prefill):
-            for key in [key for key in self.sequences if key[:2] == self._key(message.work)[:2]]:
-                del self.sequences[key]  # an older attempt: parked here
+            self._forget_older(message.work)
             self.prefills[self._key(message.work)] = message
         elif isinstance(message, Cancel):
             for table in (self.sequences, self.prefills):
@@ -138,6 +138,11 @@ class FakeWorker:
             self.draining = True
             for key in [key for key, sequence in self.sequences.items() if sequence.parks and not sequence.runnable]:
                 del self.sequences[key]
+
+    def _forget_older(self, work: Work) -> None:
+        """An older attempt of the same choice, parked here."""
+        for key in [key for key in self.sequences if key[:2] == self._key(work)[:2]]:
+            del self.sequences[key]
 
     def load(self) -> Load:
         return Load(self.used_blocks, self.kv_blocks, len(self.sequences), 0, 0)

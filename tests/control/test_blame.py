@@ -142,9 +142,12 @@ def test_choices_of_one_request_are_blamed_together_and_cleared_apart() -> None:
     assert request.suspicion.blames == 2
 
 
-def world_token(world: World, choice: int) -> int:
+def world_token(world: World, choice: int, position: int = 0) -> int:
     submission = world.clients[1].submission
-    return next_token(submission.token_ids, submission.params, choice)
+    tokens = list(submission.token_ids)
+    for _ in range(position + 1):
+        tokens.append(next_token(tokens, submission.params, choice))
+    return tokens[-1]
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -424,10 +427,26 @@ def test_the_launcher_passes_the_agents_word_on_where_the_network_does_not() -> 
     assert world.core.state.requests[1].suspicion.blames == 1
 
 
-def test_rows_of_strangers_and_of_ended_choices_blame_nobody() -> None:
+def test_rows_of_strangers_blame_nobody() -> None:
     world = World(first, ONE).ready()
-    world.submit([1] * 20, max_tokens=40, n=2)
-    world.stop_choice(1, 0)
-    report(world, holder(world, 1, 1), (9, 0, 20), (1, 0, 20), (1, 7, 20), alone=False)
+    world.submit([1] * 20, max_tokens=40)
+    report(world, holder(world, 1), (9, 0, 20), (1, 7, 20), alone=False)
     assert world.core.state.requests[1].suspicion.blames == 0
     world.settle()
+
+
+def test_a_choice_that_was_stopped_leaves_its_blame_to_those_that_may_come_there() -> None:
+    """Found by `relay sim --seed 1152`: a stopped choice crashed an engine, and the other one of its request three more."""
+    world = World(first, ONE).ready()
+    world.submit([1] * 20, max_tokens=40, n=2)
+    key = holder(world, 1, 1)
+    for position in range(3):
+        world.handle(e.WorkerMessage(key, Tokens([TokenEntry(1, 0, 1, position, [world_token(world, 0, position)])])))
+    world.stop_choice(1, 0)
+    suspicion = world.core.state.requests[1].suspicion
+    report(world, key, (1, 0, 22), alone=False)
+    assert (suspicion.blames, suspicion.ends) == (0, {}), "choice 0 had come past that place"
+    report(world, holder(world, 1, 1), (1, 0, 24), alone=False)
+    assert (suspicion.blames, suspicion.ends) == (1, {1: 24})
+    world.settle()
+    assert world.clients[1].finished.keys() == {1}

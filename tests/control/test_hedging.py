@@ -215,6 +215,18 @@ def test_half_of_the_workers_doubted_at_once_means_doubt_of_ourselves() -> None:
     assert state.counters["hedges"] == 1
 
 
+def test_no_hedge_goes_to_a_worker_that_begins_to_drain_in_the_same_tick() -> None:
+    """Found by `relay sim --seed 6546`: it was sent there first, and had to end at once."""
+    world = World(first, ABC, RICH).ready()
+    world.submit(PROMPT, max_tokens=30)
+    world.clients[1].deliver = lambda delivery: None
+    say(world, "a", 1, 0, [100, 101])
+    world.handle(e.LeaveOrdered(("b",), rolling=True))
+    go_silent(world, "a")
+    assert [attempt.decode.id for attempt in choice_of(world).attempts] == ["a", "c"]
+    assert runs(world, "b") == []
+
+
 def test_hedges_cost_at_most_their_share_of_all_work() -> None:
     world = World(first, ABC).ready()  # 50 per mille
     world.clients[1] = None

@@ -275,3 +275,21 @@ def test_drains_at_random_moments_lose_nothing(seed: int) -> None:
             how = rng.choice([{"rolling": True}, {}, {"stay_out": True}])
             order(world, rng.choice(list(world.roles)), **how)
     finish(world)
+
+
+def test_what_another_gateway_drains_for_good_is_not_started_again() -> None:
+    world = busy()
+    world.handle(e.LeaveOrdered(("a",), stay_out=True, told=True))
+    assert state(world, "a") is WorkerState.DRAINING
+    finish(world)
+    assert state(world, "a") is WorkerState.STOPPED
+    assert not any(isinstance(command, c.LaunchWorker) for command in world.handle(e.Started()))
+
+
+def test_a_new_gateway_leaves_alone_what_is_kept_out() -> None:
+    world = World(first, TWO)
+    world.handle(e.WorkerStarted(WorkerKey("a", 3)))
+    world.handle(e.LeaveOrdered(("a",), stay_out=True, told=True))
+    said = world.handle(e.LauncherExited(WorkerKey("a", 3), status=0)) + world.handle(e.Started())
+    assert state(world, "a") is WorkerState.STOPPED
+    assert "a" not in [command.worker.worker for command in said if isinstance(command, c.LaunchWorker)]

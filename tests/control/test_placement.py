@@ -1,6 +1,7 @@
 """Where a choice goes: roles, prefixes, load, full workers, and what cannot be served at all."""
 
 import pytest
+from fake_worker import oracle
 from world import World
 
 from relay.config import AdmissionConfig, ControlConfig, RetryConfig
@@ -18,7 +19,18 @@ from relay.control.transitions import (
 )
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
-from relay.protocol.messages import CacheChanged, Cancel, Load, Prefill, Refuse, Reserve, Run
+from relay.protocol.messages import (
+    CacheChanged,
+    Cancel,
+    Load,
+    Orphans,
+    Prefill,
+    Refuse,
+    Reserve,
+    Run,
+    TokenEntry,
+    Tokens,
+)
 from relay.protocol.sampling import SamplingParams
 
 SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -314,6 +326,47 @@ def test_prefill_and_decode_of_a_request_have_equal_numerics() -> None:
     assert not core.state.workers["prefill-0"].live
 
 
+def skewed() -> World:
+    """Workers a and b of numerics "one" and "two"."""
+    world = World(first, [])
+    slots = [("a", "both"), ("b", "both")]
+    config = ControlConfig(shared_workers=True)
+    world.core = GatewayCore(config, ModelInfo("m", "digest", "", 1000, 512, 0, (0,)), slots)
+    world.handle(e.Started())
+    for name, numerics in (("a", "one"), ("b", "two")):
+        worker = world.workers[WorkerKey(name, 1)]
+        worker.numerics, worker.pending_hellos = numerics, []
+        for process in ("agent", "engine"):
+            world.handle(e.WorkerConnected(1, worker.hello(process)))
+    return world
+
+
+def test_a_token_of_one_choice_pins_all_of_its_request() -> None:
+    """Found by `relay sim --seed 759`: an answer names one numerics id, and all of it was continued with that of one choice."""
+    world = skewed()
+    world.submit([5] * 4, max_tokens=30, min_tokens=30, n=2)
+    request = world.core.state.requests[1]
+    assert [choice.attempts[0].decode.id for choice in request.choices] == ["a", "a"]
+    entry = TokenEntry(1, 0, 1, 0, [oracle([5] * 4, request.submission.params, 0)[0]])
+    commands = world.handle(e.WorkerMessage(WorkerKey("a", 1), Tokens([entry])))
+    assert [command.delivery.numerics_id for command in commands if isinstance(command, c.Deliver)] == ["one"]
+    loss(world, "a")
+    states = [choice.state for choice in request.choices]
+    assert states == [ChoiceState.WAITING] * 2, "the second has no token, but its request has one"
+    world.submit([6] * 4, n=2)
+    assert [choice.attempts[0].decode.id for choice in world.core.state.requests[2].choices] == ["b", "b"]
+
+
+def test_choices_are_not_on_their_way_to_unequal_numerics() -> None:
+    """What is left of two gateways that served one client in turn, before it read anything."""
+    world = skewed()
+    for name, index in (("a", 0), ("b", 1)):
+        world.handle(e.WorkerMessage(WorkerKey(name, 1), Orphans([(b"key", index)])))
+    world.submit([5] * 4, n=2, resume_key=b"key", returns=True)
+    choices = world.core.state.requests[1].choices
+    assert {attempt.decode.id for choice in choices for attempt in choice.attempts} == {"a"}
+
+
 def test_tables_are_closed() -> None:
     """From every state that is not final, END, LOSE or STOP is possible; nothing leaves ENDED."""
     for states, table in ((ChoiceState, CHOICE_TRANSITIONS), (AttemptState, ATTEMPT_TRANSITIONS)):
@@ -419,3 +472,24 @@ def test_an_engine_whose_queue_is_full_is_not_asked_again_at_once() -> None:
         world.handle(e.WorkerMessage(key, Load(0, 64, 0, 0, 0)))
     world.settle()
     assert world.clients[1].finished
+
+
+def test_a_report_without_room_does_not_let_a_full_engine_be_asked_again() -> None:
+    """Found by `relay sim --seed 759`: a report that only counted the refusal, or the work of another gateway, did."""
+    world = World(first, [("worker-0", "both")]).ready()
+    key = WorkerKey("worker-0", 1)
+
+    def asked() -> int:
+        return sum(isinstance(message, Run) for message in sent(world, "worker-0"))
+
+    world.handle(e.WorkerMessage(key, Load(60, 64, 8, 2, 40)))
+    world.submit([1, 2])
+    world.handle(e.WorkerMessage(key, Refuse(1, 0, 1, "full")))
+    for busier in (Load(60, 64, 8, 2, 40, {"refused": 1}), Load(64, 64, 8, 3, 80)):
+        world.handle(e.WorkerMessage(key, busier))
+        assert asked() == 1, "no room was told of"
+    world.handle(e.WorkerMessage(key, Load(64, 64, 8, 2, 40)))
+    assert asked() == 2, "something has left its queue"
+    world.handle(e.WorkerMessage(key, Refuse(1, 0, 2, "full")))
+    world.advance(until_ns=110_000_000)
+    assert asked() == 3, "the tick asks whatever was told"

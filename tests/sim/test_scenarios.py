@@ -64,6 +64,8 @@ def test_a_scenario_repeats() -> None:
         ("lying-hedge", "disagreement ignored"),
         ("hung-backend", "no hedges"),
         ("poison-request", "crashes are never blamed"),
+        ("late-poison", "choices of one request go anywhere"),
+        ("hang-seen-by-another", "a hang is told to no other gateway"),
         ("strangers", "stale attempt accepted"),
         ("strangers", "KV crosses between unequal numerics"),
         ("two-gateways", "an adopted stream begins one late"),

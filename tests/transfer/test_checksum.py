@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relay.transfer.checksum import crc32c
@@ -35,6 +35,7 @@ def test_vector_path_equals_bit_by_bit(size):
     assert crc32c(data) == bit_by_bit(data)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=3000), st.binary(max_size=3000))
 def test_continues(first, second):
     assert crc32c(memoryview(second), crc32c(first)) == crc32c(first + second)

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relay.transfer.checksum import crc32c
@@ -97,6 +97,7 @@ headers = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(headers)
 def test_every_header_survives(header):
     raw = seal(header, b"", crc32c)
@@ -104,6 +105,7 @@ def test_every_header_survives(header):
     assert parse(raw, crc32c) == (header, 0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, HEADER_BYTES + len(KV_PAYLOAD) - 1), st.integers(0, 7))
 def test_one_flipped_bit_is_seen(position, bit):
     raw = bytearray(seal(KV, KV_PAYLOAD, crc32c) + KV_PAYLOAD)
@@ -117,6 +119,7 @@ def open_frame(raw):
     verify(raw[HEADER_BYTES:], expected, crc32c)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=HEADER_BYTES + 8))
 def test_noise_is_an_error_and_nothing_else(noise):
     with pytest.raises(FrameError):

@@ -7,7 +7,7 @@ import socket
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relay.transfer.channel import ChannelClosed, read_frame, send_frame
@@ -58,6 +58,7 @@ def ends():
     ends.close()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, MAX_KV_BYTES), max_size=60))
 def test_records_never_overlap_what_is_not_given_back(sizes):
     """Whatever the sizes: as long as the occupied bytes in use fit, no two records share a byte."""

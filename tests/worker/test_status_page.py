@@ -4,6 +4,7 @@ import pytest
 
 from relay.protocol.messages import ComputedRow
 from relay.worker import status_page
+from relay.worker.engine_process import compile_phases
 from relay.worker.status_page import ManifestRow, StatusPage, manifest_of
 
 ROWS = [ManifestRow(7, 0, 1, 33), ManifestRow(7, 1, 1, 40), ManifestRow(8, 0, 2, 64)]
@@ -86,3 +87,22 @@ def test_each_gateway_is_told_its_own_rows() -> None:
     assert manifest_of(ROWS) == ([ComputedRow(*row) for row in ROWS], False)
     assert manifest_of(ROWS[:2])[1], "two choices of one request are alone"
     assert manifest_of([]) == ([], False)
+
+
+def test_a_compilation_is_shown_and_then_what_it_interrupted(page: StatusPage) -> None:
+    now = [10_000_000]
+    begin, end = compile_phases(page, lambda: now[0])
+    page.set_phase("ready", now[0])
+    begin()
+    now[0] += 9_000_000
+    assert page.read(now[0])[1:] == ("compiling", 9)
+    end()
+    assert page.read(now[0])[1:] == ("ready", 0), "a transfer's thread compiled; no step runs that could be hung"
+    page.begin_step(ROWS, now[0])
+    begin()
+    begin()  # another thread
+    end()
+    assert page.phase == "compiling"
+    end()
+    now[0] += 3_000_000
+    assert page.read(now[0])[1:] == ("stepping", 3)

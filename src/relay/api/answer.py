@@ -26,6 +26,10 @@ json_string = msgspec.json.Encoder().encode
 class Format(Protocol):
     """How an endpoint writes its answers; all bytes are JSON objects, without framing."""
 
+    def computed_with(self, numerics_id: str) -> None:
+        """Called before the first of the others: the answer's fingerprint."""
+        ...
+
     def opening(self, choice: Choice) -> bytes | None:
         """The chunk before the first text (role, echoed prompt), if any."""
         ...
@@ -109,6 +113,7 @@ class PromptSink:
 
     def _show(self, answer: "Answer", choice: Choice, delivery: Delivery) -> None:
         try:
+            answer.computed_with(delivery.numerics_id)
             delta = choice.accept(delivery)
             if choice.text.stop_matched is not None and delivery.finish is None:
                 if self.request is None:
@@ -139,13 +144,15 @@ class Answer:
         self.over = False
         self.status = 200
         self._sinks: list[PromptSink] = []
+        self._named = False
         self._unfinished = sum(len(group) for group in job.choices)
 
     def submit(self) -> None:
         """Queue every prompt. Raises ApiError, after taking back what was queued, if one is refused."""
         for submission, choices in zip(self.job.submissions, self.job.choices, strict=True):
             if submission.params.max_tokens == 0:
-                if not self.gateway.model.numerics_id:  # answered here, but nobody could say for which numerics
+                numerics_id = self.gateway.model.numerics_id
+                if not numerics_id:  # answered here, but nobody could say for which numerics
                     raise ApiError("No worker is ready yet.", status=503, code="no_workers", retry_after_s=1)
                 self._show_empty(choices)
                 continue
@@ -159,7 +166,15 @@ class Answer:
             self._sinks.append(sink)
             sink.submitted(request)
 
+    def computed_with(self, numerics_id: str) -> None:
+        """Who computes the first token names the arithmetic of the answer, before any of it is shown."""
+        if not self._named:
+            self._named = True
+            self.headers.append((b"relay-numerics-id", numerics_id.encode()))
+            self.job.format.computed_with(numerics_id)
+
     def _show_empty(self, choices: list[Choice]) -> None:
+        self.computed_with(self.gateway.model.numerics_id)
         for choice in choices:
             choice.finish_reason = "length"
             self.show(choice, "")

@@ -35,6 +35,9 @@ class ChatFormat:
         self._wanted = wanted
         self._usage: msgspec.UnsetType | None = None if usage_null else msgspec.UNSET
 
+    def computed_with(self, numerics_id: str) -> None:
+        self._identity.numerics_id = numerics_id
+
     def opening(self, choice: Choice) -> bytes | None:
         chunk = ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""), None, None)
         prompt_ids = choice.prompt_ids if self._wanted.token_ids else msgspec.UNSET

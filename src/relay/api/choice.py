@@ -44,6 +44,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cached_tokens: int = 0
+    numerics_id: str = ""
     shown: int = 0
     consumed: int = 0  # tokens the client has from before: their text is made again, and not shown
     last_ns: int = 0
@@ -60,6 +61,7 @@ class Choice:
         count = text.num_tokens - before
         if before == 0:
             self.cached_tokens = delivery.cached_tokens
+            self.numerics_id = delivery.numerics_id
         self.token_ids += delivery.token_ids[:count]
         if delivery.logprobs is not None:
             self.logprobs += delivery.logprobs[:count]
@@ -99,6 +101,7 @@ class Choice:
             self.cached_tokens,
             list(self.logit_digests) or None,
             self.kv_digests or None,
+            self.numerics_id,
         )
 
     def capture(self) -> Capture:

@@ -38,6 +38,9 @@ class CompletionFormat:
         self._wanted = wanted
         self._usage: msgspec.UnsetType | None = None if usage_null else msgspec.UNSET
 
+    def computed_with(self, numerics_id: str) -> None:
+        self._identity.numerics_id = numerics_id
+
     def opening(self, choice: Choice) -> bytes | None:
         if not choice.echo and not self._wanted.token_ids:
             return None

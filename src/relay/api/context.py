@@ -51,13 +51,13 @@ class Identity:
 
     mark = "\x00relay text\x00"  # stands for a chunk's text while its frame is encoded
 
-    def __init__(self, prefix: str, kind: str, model: str, gateway: Gateway, resume: Resume) -> None:
-        """The fingerprint is read when something is encoded: a request that came before the first worker has none to name."""
+    def __init__(self, prefix: str, kind: str, model: str, resume: Resume) -> None:
+        """Whoever computes the first token names the fingerprint: ``numerics_id`` is set before anything is encoded."""
         self.id = f"{prefix}-{resume.of('id', 0, 16).hex() if resume.digest else secrets.token_hex(16)}"
         self.kind = kind
         self._created = int(time.time())
         self._model = model
-        self._gateway = gateway
+        self.numerics_id = ""
 
     def encode(
         self,
@@ -72,7 +72,7 @@ class Identity:
                 self.kind,
                 self._created,
                 self._model,
-                self._gateway.model.numerics_id,
+                self.numerics_id,
                 choices,
                 usage,
                 prompt_token_ids,
@@ -112,7 +112,7 @@ class Context:
         self.running: dict[bytes, Answer] = {}  # by digest of an idempotent request: the newest connection of each
 
     def identity(self, prefix: str, kind: str, model: str | None, resume: Resume) -> Identity:
-        return Identity(prefix, kind, model or self.served_names[0], self.gateway, resume)
+        return Identity(prefix, kind, model or self.served_names[0], resume)
 
     def seed(self, resume: Resume, prompt: int) -> int:
         """For a prompt that names none: the same whenever and wherever the same request is sent again."""

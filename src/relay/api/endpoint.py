@@ -81,9 +81,6 @@ class GenerationEndpoint(Generic[_R]):
         if resume.consumed is not None and not request.stream:
             raise bad_header("Last-Event-ID", "only a stream can be continued")
         job = await self.prepare(request, resume)
-        numerics_id = context.gateway.model.numerics_id
-        if numerics_id:
-            headers.append((b"relay-numerics-id", numerics_id.encode()))
         if job.stream:
             return StreamedAnswer(
                 job,

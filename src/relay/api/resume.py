@@ -67,7 +67,8 @@ def read_resume(scope: Scope, body: bytes) -> Resume:
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise bad_header("Idempotency-Key", f"it must have 1 to {MAX_KEY_BYTES} bytes")
     digest = blake2b(digest_size=32, person=b"relay-request")
-    for part in (scope["path"].encode(), key, body):
+    caller = headers.get(b"authorization", b"")  # two callers who chose the same key are not one
+    for part in (scope["path"].encode(), caller, key, body):
         digest.update(len(part).to_bytes(8, "little") + part)
     consumed = None if last is None else _consumed(last)
     numerics_id = headers.get(b"relay-numerics-id", b"").decode("latin-1")
@@ -87,4 +88,6 @@ def _consumed(last: bytes) -> tuple[int, ...]:
 
 def event_id(counts: list[int]) -> bytes:
     """The line of an event after which the client has so many tokens of each choice."""
+    if len(counts) == 1:
+        return b"id: %d\n" % counts[0]
     return b"id: " + ",".join(map(str, counts)).encode() + b"\n"

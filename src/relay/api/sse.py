@@ -59,7 +59,6 @@ class EventStream:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *headers,
         ]
         self._extra_headers = headers
         self._keep_alive_s = keep_alive_s
@@ -164,7 +163,7 @@ class EventStream:
 
     def _start_message(self) -> dict[str, Any]:
         self._begun = True
-        return {"type": "http.response.start", "status": 200, "headers": self._headers}
+        return {"type": "http.response.start", "status": 200, "headers": [*self._headers, *self._extra_headers]}
 
     def _run(self, message: dict[str, Any]) -> None:
         """Call ``send`` by hand; keep it for the task if it waits."""

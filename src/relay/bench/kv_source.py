@@ -36,8 +36,6 @@ HANDOFF = Handoff(token_id=0)
 class BenchFailed(RelayError):
     """A transfer of the benchmark did not arrive."""
 
-    exit_code = 1
-
 
 class TargetProcess:
     """The child that plays D."""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from relay.chaos import leaks
-from relay.chaos.client import Outcome, ask, order
+from relay.chaos.client import Outcome, Progress, ask, order
 from relay.chaos.faults import Injector
+from relay.chaos.gateways import Gateways
 from relay.chaos.kinds import KINDS
-from relay.chaos.plan import draw_plan
+from relay.chaos.plan import Ground, draw_plan
 from relay.chaos.proxy import Life, Proxy
 from relay.chaos.requests import POISON_ID, ChatOrCompletion, poison_requests
 from relay.chaos.resume import Resumes
@@ -25,8 +26,9 @@ from relay.chaos.watch import Watch
 QUIET_S = 30.0
 EXIT_S = 5.0
 LENT_FAULTS = 2
-MAX_CRASHES = 3  # engines that one poison request may take with it
+MAX_CRASHES = 3  # engines that one poison request may take with it, from each gateway that it is sent to
 SHM_SHARE = 1 / 3
+SETTLE_S = 5.0  # in which a gateway that was struck has all its workers again
 
 
 class Cell:
@@ -49,10 +51,12 @@ class Cell:
         self._say = say
         self._resumes = Resumes()
         self._watch = Watch(on_order=self._resumes.ordered, on_token=self._resumes.reported)
-        worker_port = free_port()
-        self._proxy = Proxy(self._watch, ("127.0.0.1", worker_port), self._life_ended, self._by_shared_memory)
+        worker_port = free_port(settings.gateways)
+        addresses = [("127.0.0.1", worker_port + index) for index in range(settings.gateways)]
+        self._proxy = Proxy(self._watch, addresses, self._life_ended, self._by_shared_memory)
         self._worker_port = worker_port
-        self._injector = Injector(self._proxy, self._resumes, say, self._order)
+        self._gateways = Gateways(self._status)
+        self._injector = Injector(self._proxy, self._gateways, self._resumes, say, self._order)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
         self._server: Server | None = None
@@ -67,7 +71,7 @@ class Cell:
             shutil.rmtree(self._trace, ignore_errors=True)
             self._trace.mkdir(parents=True)
         shared_before = leaks.shared_memory()
-        host, port = await self._proxy.start()
+        addresses = await self._proxy.start()
         server = Server(
             [
                 self._settings.model,
@@ -78,7 +82,9 @@ class Cell:
                 "--worker-port",
                 str(self._worker_port),
                 "--worker-address",
-                f"tcp://{host}:{port}",
+                ",".join(addresses),
+                "--gateways",
+                str(self._settings.gateways),
             ]
         )
         self._server = server
@@ -92,6 +98,7 @@ class Cell:
             code = await server.stop()
             await self._check_gone(code, shared_before)
             await self._proxy.close()
+            self._gateways.close()
         if self._trace:
             await asyncio.to_thread(play_again, self._trace, self._result)
         if self._result.problems or self._result.failed or self._result.different:
@@ -103,13 +110,18 @@ class Cell:
         assert self._server is not None
         return await order(self._server.host, self._server.port, what, body)
 
+    async def _status(self) -> dict[str, Any]:
+        assert self._server is not None
+        return await self._server.status()
+
     async def _all_ready(self) -> None:
         while len(self._proxy.lives) < self._shape.size or not all(life.ready for life in self._proxy.lives.values()):
             await asyncio.sleep(0.01)
 
     async def _load(self, server: Server) -> None:
         """All requests and all faults, each at its share of the other."""
-        plan = draw_plan(self._seed, self._shape, self._settings.faults, list(self._settings.kinds))
+        ground = Ground(self._shape, self._settings.gateways, self._settings.netns)
+        plan = draw_plan(self._seed, ground, self._settings.faults, list(self._settings.kinds))
         injecting = asyncio.ensure_future(self._injector.run(plan, self._turn))
         gate = asyncio.Semaphore(self._settings.concurrency)
         asking = [asyncio.ensure_future(self._ask(server, index, gate)) for index in range(len(self._requests))]
@@ -127,6 +139,7 @@ class Cell:
         result, injector = self._result, self._injector
         result.faults = dict(sorted(injector.by_kind.items()))
         result.signals = dict(sorted(injector.signals.items()))
+        result.packets_lost = dict(sorted(injector.packets_lost.items()))
         result.problems += injector.problems
         for (kind, moment), count in sorted(injector.moments.items()):
             result.moments.setdefault(kind, {})[moment] = count
@@ -148,13 +161,13 @@ class Cell:
         for index, request in enumerate(poison_requests(self._seed, count, MODEL_NAME)):
             while self._started < (index + 0.5) * len(self._requests) / count:
                 await self._next_move()
-            outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s)
+            outcome = await self._answer(server, request)
             if outcome.status == 500 and '"quarantined"' in " ".join(outcome.problems):
                 result.quarantined += 1
             else:
                 result.problems.append(f"{request.name}: status {outcome.status}, {outcome.problems or 'an answer'}")
         result.crashes = sum(life.crashed for life in self._proxy.all_lives())
-        if result.crashes > MAX_CRASHES * count:
+        if result.crashes > MAX_CRASHES * count * self._settings.gateways:
             result.problems.append(f"{count} poison requests crashed {result.crashes} engines")
 
     async def _turn(self, index: int) -> None:
@@ -178,12 +191,26 @@ class Cell:
             def arrived(choice: int, count: int, now_s: float) -> None:
                 self._resumes.arrived(request.seed, choice, count, now_s)
 
-            outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s, arrived)
+            outcome = await self._answer(server, request, arrived)
             self._running_now -= 1
             self._moved.set()
             self._watch.ended(request.seed)
             self._resumes.ended(request.seed)
             return outcome
+
+    async def _answer(self, server: Server, request: ChatOrCompletion, arrived: Progress | None = None) -> Outcome:
+        """With several gateways as a client that resumes; what it waited for its next token is counted from the fault."""
+        key = f"chaos {request.seed}" if self._settings.gateways > 1 else ""
+        outcome = await ask(server.host, server.port, request, self._settings.request_timeout_s, arrived, key=key)
+        self._result.reposted += bool(outcome.breaks_s)
+        for broken_s, resumed_s in zip(outcome.breaks_s, outcome.resumed_s, strict=True):
+            cause = self._gateways.cause(broken_s)
+            if cause is None:
+                outcome.problems.append("its connection broke although nothing was done to a gateway")
+            elif resumed_s:
+                kind, at_s = cause
+                self._result.resume_ms.setdefault(kind, []).append(round((resumed_s - at_s) * 1e3, 2))
+        return outcome
 
     def _may_begin(self, due: int) -> bool:
         """With ``due`` faults behind it. A fault that waits for requests is lent some of those that would begin after it."""
@@ -225,13 +252,18 @@ class Cell:
         self._leak(left)
 
     async def _unquiet(self, server: Server, before: list[str]) -> list[str]:
-        left = leaks.unquiet(await server.status())
+        statuses = await server.statuses(self._settings.gateways)
+        left = [line for status in statuses for line in leaks.unquiet(status)]
+        if len(statuses) != self._settings.gateways:
+            left.append(f"{len(statuses)} gateways of {self._settings.gateways} answer")
         now = leaks.descriptors(server.pid)
         if len(now) != len(before):
-            left.append(f"the gateway has {len(now)} descriptors open instead of {len(before)}")
-        processes = len(leaks.descendants(server.pid))
-        if processes != 2 * self._shape.size:
-            left.append(f"{processes} processes below the gateway instead of {2 * self._shape.size}")
+            left.append(f"relay serve has {len(now)} descriptors open instead of {len(before)}")
+        processes, due = len(leaks.descendants(server.pid)), 2 * self._shape.size
+        if self._settings.gateways > 1:
+            due += self._settings.gateways  # below their supervisor
+        if processes != due:
+            left.append(f"{processes} processes below relay serve instead of {due}")
         left += [
             f"{life.worker} incarnation {life.incarnation}: {process} still runs"
             for life in self._proxy.past
@@ -247,6 +279,7 @@ class Cell:
         while (running := self._running()) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._leak([f"{process} of {life.worker} outlived the server" for life, process in running])
+        self._leak([f"{life.name} outlived the server" for life in self._gateways.running()])
         for life, process in running:
             life.signal(process, signal.SIGKILL)
         self._leak([f"/dev/shm/{name} was left" for name in leaks.unowned(leaks.shared_memory() - shared_before)])
@@ -263,8 +296,11 @@ class Cell:
         return random.Random(f"shm {self._seed} {life.worker} {life.incarnation}").random() < SHM_SHARE
 
     def _life_ended(self, life: Life) -> None:
+        """A gateway has given it up; if one was struck of late, that may be why its connection ended."""
         if life.struck is not None and KINDS[life.struck[0]].fatal:
             kind, at_s = life.struck
+            if any(fault_s >= at_s - SETTLE_S for _, fault_s in self._gateways.faults):
+                return
             self._result.detect_ms.setdefault(kind, []).append(round((life.given_up_s - at_s) * 1e3, 2))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from relay.chaos.requests import ChatOrCompletion
 
 LINE_LIMIT = 1 << 20
+FIRST_DELAY_S, MAX_DELAY_S = 0.02, 0.5
+AGAIN = (409, 429, 502, 503, 504)  # of an answer that has begun: another gateway may continue it
 
 
 @dataclass(slots=True)
@@ -39,6 +41,11 @@ class Outcome:
     started_s: float = 0.0
     first_s: float = 0.0  # monotonic time of the first token
     ended_s: float = 0.0
+    breaks_s: list[float] = field(default_factory=list)  # when its connection broke and it was sent again
+    resumed_s: list[float] = field(default_factory=list)  # first new token after each of them; 0: none was left to come
+    last_id: str = ""  # of the last event that was read
+    numerics_id: str = ""
+    single: bool = True  # one choice: what follows its last token is sent again until [DONE] was read
 
     def canonical(self) -> bytes:
         """The bytes that are compared: everything that may not depend on faults."""
@@ -79,13 +86,17 @@ class Outcome:
             answer.text += _text(choice)
             ids = choice.get("token_ids") or []
             if ids:
+                if self.breaks_s and not self.resumed_s[-1]:
+                    self.resumed_s[-1] = now_s
                 answer.token_ids += ids
                 self.num_tokens += len(ids)
                 self.first_s = self.first_s or now_s
                 grown.append((choice["index"], len(answer.token_ids)))
             answer.logprobs += _logprobs(choice.get("logprobs"))
             if choice.get("finish_reason") is not None:
-                answer.finishes.append([choice["finish_reason"], choice.get("stop_reason")])
+                end = [choice["finish_reason"], choice.get("stop_reason")]
+                if not (self.breaks_s and self.single and answer.finishes == [end]):
+                    answer.finishes.append(end)
         return grown
 
 
@@ -113,14 +124,43 @@ def _loads(raw: bytes) -> dict[str, Any]:
 Progress = Callable[[int, int, float], None]  # (choice, tokens it has now, monotonic seconds)
 
 
+class TryAgain(Exception):
+    """A gateway cannot continue an answer now."""
+
+
 async def ask(
-    host: str, port: int, request: ChatOrCompletion, timeout_s: float, on_tokens: Progress | None = None
+    host: str,
+    port: int,
+    request: ChatOrCompletion,
+    timeout_s: float,
+    on_tokens: Progress | None = None,
+    *,
+    key: str = "",
 ) -> Outcome:
-    """POST ``request`` and read its answer to the end. Whatever goes wrong is a problem of the outcome, never an exception."""
-    outcome = Outcome(started_s=time.monotonic())
+    """POST ``request`` and read its answer to the end. Whatever goes wrong is a problem of the outcome, never an exception.
+
+    With an idempotency ``key`` a broken connection is none: the request is sent again, with the id of the last event that was
+    read, until an answer is whole or the time is over.
+    """
+    outcome = Outcome(started_s=time.monotonic(), single=request.body.get("n", 1) == 1)
+    delay_s = FIRST_DELAY_S
     try:
         async with asyncio.timeout(timeout_s):
-            await _ask(host, port, request, outcome, on_tokens)
+            while True:
+                before = outcome.num_tokens
+                try:
+                    await _ask(host, port, request, outcome, on_tokens, key)
+                    break
+                except (OSError, EOFError, TryAgain):
+                    if not key:
+                        raise
+                    if outcome.ends:
+                        break
+                    if not outcome.breaks_s or outcome.resumed_s[-1]:
+                        outcome.breaks_s.append(time.monotonic())
+                        outcome.resumed_s.append(0.0)
+                    delay_s = FIRST_DELAY_S if outcome.num_tokens > before else min(2 * delay_s, MAX_DELAY_S)
+                await asyncio.sleep(delay_s)
     except TimeoutError:
         outcome.problems.append(f"no end after {timeout_s:.0f} s")
     except (OSError, ValueError, EOFError) as error:
@@ -129,13 +169,21 @@ async def ask(
     return outcome
 
 
-async def _ask(host: str, port: int, request: ChatOrCompletion, outcome: Outcome, on_tokens: Progress | None) -> None:
+async def _ask(
+    host: str, port: int, request: ChatOrCompletion, outcome: Outcome, on_tokens: Progress | None, key: str
+) -> None:
+    """One connection. Raises OSError or EOFError when it breaks, TryAgain when an answer that has begun is not continued."""
     data = json.dumps(request.body).encode()
     head = f"POST {request.path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+    fields = {"idempotency-key": key, "last-event-id": outcome.last_id, "relay-numerics-id": outcome.numerics_id}
+    head += "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
     reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
     try:
         writer.write(head.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
-        outcome.status, length = await _read_head(reader)
+        outcome.status, length, numerics_id = await _read_head(reader)
+        if outcome.breaks_s and outcome.status in AGAIN:
+            raise TryAgain
+        outcome.numerics_id = outcome.numerics_id or (numerics_id if key and request.stream else "")
         if request.stream and outcome.status == 200:
             await _read_events(reader, outcome, on_tokens)
         else:
@@ -151,13 +199,17 @@ async def _ask(host: str, port: int, request: ChatOrCompletion, outcome: Outcome
 
 
 async def _read_events(reader: asyncio.StreamReader, outcome: Outcome, on_tokens: Progress | None) -> None:
-    rest = b""
+    """An id counts when the data behind it was read."""
+    rest, last_id = b"", outcome.last_id
     async for chunk in _chunks(reader):
         *lines, rest = (rest + chunk).split(b"\n")
         now_s = time.monotonic()
         for line in lines:
+            if line.startswith(b"id: "):
+                last_id = line[4:].decode()
             if not line.startswith(b"data: "):
                 continue
+            outcome.last_id = last_id
             if line == b"data: [DONE]":
                 outcome.ends += 1
             elif outcome.ends:
@@ -168,15 +220,18 @@ async def _read_events(reader: asyncio.StreamReader, outcome: Outcome, on_tokens
                         on_tokens(choice, count, now_s)
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int | None]:
-    """(status, content length or None for chunks)."""
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int | None, str]:
+    """(status, content length or None for chunks, numerics id or an empty string)."""
     status = int((await reader.readuntil(b"\r\n")).split()[1])
     length: int | None = None
+    numerics_id = ""
     while (line := (await reader.readuntil(b"\r\n")).strip()) != b"":
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"content-length":
             length = int(value)
-    return status, length
+        elif name.strip().lower() == b"relay-numerics-id":
+            numerics_id = value.strip().decode()
+    return status, length, numerics_id
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -195,7 +250,7 @@ async def get_json(host: str, port: int, path: str, timeout_s: float = 5.0) -> d
         reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
         try:
             writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
-            _, length = await _read_head(reader)
+            _, length, _ = await _read_head(reader)
             body = (
                 await reader.readexactly(length) if length is not None else b"".join([c async for c in _chunks(reader)])
             )

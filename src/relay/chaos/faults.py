@@ -8,47 +8,52 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from relay.chaos.gateways import GatewayLife, Gateways
 from relay.chaos.kinds import KINDS, Kind
+from relay.chaos.packets import Flow, Packets
 from relay.chaos.pipe import Injury, Pipe
 from relay.chaos.plan import Fault
 from relay.chaos.proxy import KvFrame, Life, Proxy
 from relay.chaos.resume import Resumes
+from relay.chaos.signals import SIGNALS, Signals
 from relay.chaos.watch import Placement, Seen
+from relay.ids import epoch_of
 
 MOMENT_PATIENCE_S = 3.0
 BUSY_PATIENCE_S = 2.0
 KV_PATIENCE_S = 8.0
 VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
+GATEWAY_POLL_S = 0.1
 ORDER_TAKEN = 202
-LONGEST_DRAIN_S = 0.4
+LOSS_PERCENT = 30
 INSTEAD = "kill_engine"
-SLOW_STOPPED_S, SLOW_RUNNING_S = 0.06, 0.03
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "terminate": signal.SIGTERM,
-    "drain_kill": signal.SIGTERM,
-    "segfault": signal.SIGSEGV,
-    "stop": signal.SIGSTOP,
-    "slow": signal.SIGSTOP,
-}
 
 
 class Injector:
     """``run`` works a plan off; ``done`` counts what was really done."""
 
     def __init__(
-        self, proxy: Proxy, resumes: Resumes, say: Callable[[str], None], order: Callable[[str, Any], Awaitable[int]]
+        self,
+        proxy: Proxy,
+        gateways: Gateways,
+        resumes: Resumes,
+        say: Callable[[str], None],
+        order: Callable[[str, Any], Awaitable[int]],
     ) -> None:
         """``order``: give the server an operator's order; returns the status of its answer."""
         self._order = order
         self._proxy = proxy
+        self._gateways = gateways
+        self._packets = Packets()
+        self.signals: Counter[str] = Counter()  # by name
+        self._signals = Signals(self.signals, self._later, self._record)
+        self.packets_lost: Counter[str] = Counter()  # by kind
         self._resumes = resumes
         self._say = say
         self._waiting: Callable[[Seen], None] | None = None
         self._afterwards: set[asyncio.Task[None]] = set()
         self.by_kind: Counter[str] = Counter()
-        self.signals: Counter[str] = Counter()
         self.moments: Counter[tuple[str, str]] = Counter()  # (kind, moment of one choice it struck)
         self.num_done = 0
         self.problems: list[str] = []
@@ -74,6 +79,9 @@ class Injector:
 
     async def _one(self, fault: Fault) -> None:
         kind = KINDS[fault.kind]
+        if kind.target == "gateway":
+            await self._on_gateway(fault, kind)
+            return
         if kind.target == "kv":
             if await self._on_kv(fault, kind):
                 return
@@ -139,6 +147,56 @@ class Injector:
             await pending
         return came
 
+    async def _on_gateway(self, fault: Fault, kind: Kind) -> None:
+        """One that a choice at the fault's moment (or any, if it has none) came from; else whichever, one with work first."""
+        watch, gateways = self._proxy.watch, self._gateways
+        deadline = time.monotonic() + VICTIM_PATIENCE_S
+        await gateways.refresh()
+        while not gateways.unhurt():
+            if time.monotonic() > deadline:
+                self.problems.append(f"{fault.kind}: no gateway was there within {VICTIM_PATIENCE_S:.0f} s")
+                return
+            await asyncio.sleep(GATEWAY_POLL_S)
+            await gateways.refresh()
+        if not fault.idle:
+            struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def look(seen: Seen) -> None:
+                life = gateways.of(seen.placement.key[0])
+                if fault.moment in ("", seen.placement.moment) and life is not None and not struck.done():
+                    self._strike_gateway(fault, kind, life)
+                    struck.set_result(None)
+
+            self._waiting = look
+            came = await self._until(struck, MOMENT_PATIENCE_S)
+            self._waiting = None
+            if came:
+                return
+        working = [life for placement in watch.placements.values() if (life := gateways.of(placement.key[0]))]
+        candidates = working or gateways.unhurt()
+        if candidates:
+            self._strike_gateway(fault, kind, candidates[fault.aim % len(candidates)])
+        else:
+            self.problems.append(f"{fault.kind}: the gateways ended by themselves")
+
+    def _strike_gateway(self, fault: Fault, kind: Kind, life: GatewayLife) -> None:
+        number = SIGNALS[kind.deed]
+        struck = [one for one in self._proxy.watch.placements.values() if epoch_of(one.key[0]) == life.epoch]
+        for placement in struck:
+            self.moments[(fault.kind, placement.moment)] += 1
+        if not struck:
+            self.moments[(fault.kind, "idle")] += 1
+        self.by_kind[fault.kind] += 1
+        self.signals[number.name] += self._gateways.strike(fault.kind, life, number)
+        self._say(f"{fault.kind} on {life.name} ({len(struck)} choices)")
+        if kind.deed == "stop":
+            self._later(self._continue_gateway(life, fault.hold_s))
+
+    async def _continue_gateway(self, life: GatewayLife, hold_s: float) -> None:
+        await asyncio.sleep(hold_s)
+        self.signals["SIGCONT"] += life.signal(signal.SIGCONT)
+        life.struck = False
+
     async def _victim(self, fault: Fault) -> Life | None:
         """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
         began_s = time.monotonic()
@@ -167,45 +225,40 @@ class Injector:
         lives = [life]
         if kind.target == "role":
             lives = [one for one in self._proxy.lives.values() if one.role == life.role and one.ready]
+        if kind.target == "control" and kind.on_packets:
+            self._record(fault.kind, life)
+            self.by_kind[fault.kind] += 1
+            life.hurt = True
+            up = [flow for link in life.welcomed for flow in life.connections[link].flows]
+            self._lose(fault, kind, up, life)
+            return None
         if kind.target == "control":
             return self._on_control(fault, kind, life)
         for one in lives:
             self._record(fault.kind, one)
-            self._send_signals(fault, kind, one)
+            self._signals.send(fault, kind, one)
         self.by_kind[fault.kind] += 1
         return None
 
-    def _send_signals(self, fault: Fault, kind: Kind, life: Life) -> None:
-        number = _SIGNALS[kind.deed]
-        processes = {"agent": ["agent"], "both": ["engine", "agent"]}.get(kind.target, ["engine"])
-        life.hurt = True
-        life.draining = life.draining or number is signal.SIGTERM
-        for process in processes:
-            self.signals[number.name] += life.signal(process, number)
-        if kind.deed == "stop":
-            self._later(self._continue(life, processes, fault.hold_s))
-        elif kind.deed == "drain_kill":
-            self._later(self._kill_draining(fault, life, processes))
-        elif kind.deed == "slow":
-            self._later(self._slow(life, fault.hold_s))
-
     def _on_control(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":
-        process = ("engine", "agent")[fault.aim & 1]
-        connection = life.connections[process]
+        process, gateway = ("engine", "agent")[fault.aim & 1], (fault.aim >> 20) % life.gateways
+        connection = life.connections[(process, gateway)]
         pipe = connection.up if fault.aim & 6 else connection.down  # three times of four from the worker
         life.hurt = True
         injury = Injury(kind.deed, 0, fault.hold_s, fault.aim >> 8)  # type: ignore[arg-type] # a wire kind's deeds are harms
         self.by_kind[fault.kind] += 1
+        if life.gateways > 1:
+            self._later(self._forgive(life, fault.hold_s))  # it dials again and lives on
         if kind.deed in ("truncate", "corrupt"):
             spoil = Injury(injury.harm, (fault.aim >> 12) % 40, 0.0, injury.bit)
-            return asyncio.ensure_future(self._spoil(fault, life, pipe, spoil))
+            return asyncio.ensure_future(self._spoil(fault, life, gateway, pipe, spoil))
         self._record(fault.kind, life)
         if kind.deed == "delay":
             self._later(self._forgive(life, fault.hold_s))
         pipe.hurt(injury)
         return None
 
-    async def _spoil(self, fault: Fault, life: Life, pipe: Pipe, injury: Injury) -> None:
+    async def _spoil(self, fault: Fault, life: Life, gateway: int, pipe: Pipe, injury: Injury) -> None:
         """Spoil the next bytes of a control connection; where none come, the agent's next heartbeat."""
         struck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -217,7 +270,7 @@ class Injector:
         await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
         if not struck.done():
             pipe.disarm()
-            life.connections["agent"].up.arm(injury, done)
+            life.connections[("agent", gateway)].up.arm(injury, done)
             await asyncio.wait({struck}, timeout=MOMENT_PATIENCE_S)
 
     async def _on_kv(self, fault: Fault, kind: Kind) -> bool:
@@ -230,6 +283,9 @@ class Injector:
                 return None
             self._record(fault.kind, life, only=frame.placement)
             struck.set_result(None)
+            if kind.on_packets:
+                self._lose(fault, kind, [Flow(0, port) for port in life.kv_ports])
+                return None
             return Injury(kind.deed, 60 + fault.aim % 4096, fault.hold_s, fault.aim >> 12)  # type: ignore[arg-type]
 
         self._proxy.kv_injury = look
@@ -238,6 +294,21 @@ class Injector:
         if came:
             self.by_kind[fault.kind] += 1
         return came
+
+    def _lose(self, fault: Fault, kind: Kind, flows: list[Flow], life: Life | None = None) -> None:
+        """Packets of ``flows`` and of the way back, or of one of the two; ``life`` is well again afterwards, if it lives."""
+        ways = [flows, [flow.back for flow in flows]]
+        if kind.deed == "half_partition":
+            ways = [ways[fault.aim & 1]]
+        table = self._packets.lose([flow for way in ways for flow in way], LOSS_PERCENT if kind.deed == "loss" else 100)
+        self._later(self._heal(table, fault, life))
+
+    async def _heal(self, table: str, fault: Fault, life: Life | None) -> None:
+        await asyncio.sleep(fault.hold_s)
+        self.packets_lost[fault.kind] += self._packets.lost(table)
+        self._packets.heal(table)
+        if life is not None:
+            life.hurt = False
 
     def _record(self, kind: str, life: Life, only: Placement | None = None) -> None:
         """Note what every choice it strikes is doing."""
@@ -251,30 +322,6 @@ class Injector:
             self.moments[(kind, "idle")] += 1
         life.struck = (kind, now_s)
         self._say(f"{kind} on {life.worker} ({len(struck)} choices)")
-
-    async def _kill_draining(self, fault: Fault, life: Life, processes: list[str]) -> None:
-        """It was told to end, and is not left the time for it."""
-        await asyncio.sleep(min(fault.hold_s, LONGEST_DRAIN_S))
-        if life.running():
-            self._record(fault.kind, life)
-        for process in processes:
-            self.signals["SIGKILL"] += life.signal(process, signal.SIGKILL)
-
-    async def _continue(self, life: Life, processes: list[str], hold_s: float) -> None:
-        await asyncio.sleep(hold_s)
-        for process in processes:
-            self.signals["SIGCONT"] += life.signal(process, signal.SIGCONT)
-        life.hurt = False
-
-    async def _slow(self, life: Life, hold_s: float) -> None:
-        """Stopped two thirds of the time."""
-        deadline = time.monotonic() + hold_s
-        while time.monotonic() < deadline and life.signal("engine", signal.SIGSTOP):
-            await asyncio.sleep(SLOW_STOPPED_S)
-            life.signal("engine", signal.SIGCONT)
-            await asyncio.sleep(SLOW_RUNNING_S)
-        life.signal("engine", signal.SIGCONT)
-        life.hurt = False
 
     async def _forgive(self, life: Life, hold_s: float) -> None:
         await asyncio.sleep(hold_s)

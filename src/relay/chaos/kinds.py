@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Target = Literal["engine", "agent", "both", "role", "control", "kv"]
+Target = Literal["engine", "agent", "both", "role", "control", "kv", "gateway"]
 Deed = Literal[
     "kill",
     "terminate",
@@ -19,21 +19,26 @@ Deed = Literal[
     "corrupt",
     "half_close",
     "one_way",
+    "partition",
+    "half_partition",
+    "loss",
 ]
+PACKET_DEEDS: tuple[Deed, ...] = ("partition", "half_partition", "loss")
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """``leave`` and ``roll`` are an operator's orders. ``target``: processes of one worker, every engine of one role, a control
-    connection, or a KV connection between workers."""
+    connection, a KV connection between workers, or one of several gateways."""
 
     deed: Deed
     target: Target
     weight: int  # how often it is drawn, against the others
 
     @property
-    def on_wire(self) -> bool:
-        return self.target in ("control", "kv")
+    def on_packets(self) -> bool:
+        """Done to packets in the kernel: only in a network namespace of our own."""
+        return self.deed in PACKET_DEEDS
 
     @property
     def fatal(self) -> bool:
@@ -67,6 +72,13 @@ KINDS: dict[str, Kind] = {
     "corrupt_kv": Kind("corrupt", "kv", 1),
     "half_close_kv": Kind("half_close", "kv", 1),
     "one_way_kv": Kind("one_way", "kv", 1),
+    "kill_gateway": Kind("kill", "gateway", 4),
+    "stop_gateway": Kind("stop", "gateway", 2),
+    "partition_control": Kind("partition", "control", 2),
+    "half_partition_control": Kind("half_partition", "control", 2),
+    "loss_control": Kind("loss", "control", 1),
+    "partition_kv": Kind("partition", "kv", 2),
+    "loss_kv": Kind("loss", "kv", 2),
 }
 
 # When a fault strikes: a word for what the choice in question is doing at that instant (``watch.py`` says how it is seen).

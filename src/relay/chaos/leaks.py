@@ -57,7 +57,8 @@ def descendants(pid: int) -> list[int]:
 
 def unquiet(status: dict[str, Any]) -> list[str]:
     """What is still held or not back, one line each; empty when all is quiet."""
-    lines = [f"{count} requests {what}" for what, count in status["requests"].items() if count]
+    lines = [status["alarm"]] if status["alarm"] else []
+    lines += [f"{count} requests {what}" for what, count in status["requests"].items() if count]
     for worker in status["workers"]:
         if worker["state"] != "ready":
             lines.append(f"{worker['id']} is {worker['state']}")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from relay.chaos.packets import Flow
+
 MAX_UNSENT_BYTES = 1 << 20
 Harm = Literal["cut", "truncate", "corrupt", "half_close", "delay", "one_way"]
 
@@ -206,6 +208,18 @@ class Connection:
             if raw is not None and raw.fileno() >= 0:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
+
+    @property
+    def flows(self) -> list[Flow]:
+        """Of its two sockets' packets, towards the listener; none of one that is not connected (any more)."""
+        found = []
+        for transport, names in (
+            (self.up.source, ("peername", "sockname")),
+            (self.up.target, ("sockname", "peername")),
+        ):
+            ends = [transport.get_extra_info(name) for name in names] if transport is not None else []
+            found += [Flow(ends[0][1], ends[1][1])] if all(ends) and ends else []
+        return found
 
     def close_after_flush(self) -> None:
         for transport in self._transports:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from relay.chaos.kinds import KINDS
+from relay.chaos.kinds import KINDS, Kind
 from relay.chaos.shapes import Shape
 from relay.errors import UsageError
 
@@ -12,6 +12,7 @@ AIMED = ("reserved", "accepted", "prefill", "streaming", "handed_off", "decoding
 PREFILL_MOMENTS = ("accepted", "prefill", "streaming", "handed_off")
 AIMED_SHARE = 0.5
 IDLE_SHARE = 0.1
+LONGER = 2  # so that some partitions outlast the 3 s of TCP_USER_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +26,47 @@ class Fault:
     nth: int
     idle: bool  # without a moment: strike whoever comes first, not a worker that has work
     wait_s: float  # after its turn has come
-    hold_s: float  # how long a stop, slowness, delay or one-way silence lasts
+    hold_s: float  # how long a stop, slowness, delay, one-way silence, partition or loss lasts
     aim: int  # decides among victims and processes, and the bit that is flipped
 
 
-def choose_kinds(names: list[str], shape: Shape) -> dict[str, int]:
-    """Weights of the kinds that ``shape`` can have. Raises UsageError for an unknown name, or if none is left."""
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What there is to strike: the workers, the gateways, and whether packets can be lost."""
+
+    shape: Shape
+    gateways: int = 1
+    netns: bool = False
+
+    def has(self, kind: Kind) -> bool:
+        """Several gateways: the loss of an only one ends everything. KV connections: between prefill and decode workers."""
+        if kind.target == "gateway" and self.gateways == 1:
+            return False
+        return (self.netns or not kind.on_packets) and (self.shape.prefill > 0 or kind.target != "kv")
+
+
+def choose_kinds(names: list[str], ground: Ground) -> dict[str, int]:
+    """Weights of the kinds that are possible on ``ground``. Raises UsageError for an unknown name, for one that needs a flag
+    that was not given, or if none is left."""
     unknown = [name for name in names if name not in KINDS]
     if unknown:
         raise UsageError(f"--kinds: no kind is called {unknown[0]!r}; there are {', '.join(KINDS)}")
-    chosen = {name: KINDS[name].weight for name in names or KINDS}
-    if not shape.prefill:
-        chosen = {name: weight for name, weight in chosen.items() if KINDS[name].target != "kv"}
+    for name in names:
+        if KINDS[name].target == "gateway" and ground.gateways == 1:
+            raise UsageError(f"--kinds: {name} needs --gateways 2 or more")
+        if KINDS[name].on_packets and not ground.netns:
+            raise UsageError(f"--kinds: {name} needs --netns")
+    chosen = {name: KINDS[name].weight for name in names or KINDS if ground.has(KINDS[name])}
     if not chosen:
-        raise UsageError(f"--kinds: a colocated shape ({shape.name}) has no KV connections")
+        raise UsageError(f"--kinds: a colocated shape ({ground.shape.name}) has no KV connections")
     return chosen
 
 
-def draw_plan(seed: int, shape: Shape, count: int, kinds: list[str]) -> list[Fault]:
+def draw_plan(seed: int, ground: Ground, count: int, kinds: list[str]) -> list[Fault]:
     """``count`` faults, every kind about as often as its weight says and, where ``count`` allows it, at least once."""
+    shape = ground.shape
     dice = random.Random(f"faults {seed} {shape.name}")
-    weights = choose_kinds(kinds, shape)
+    weights = choose_kinds(kinds, ground)
     names = list(weights)[:count]
     names += dice.choices(list(weights), list(weights.values()), k=count - len(names))
     dice.shuffle(names)
@@ -65,7 +86,7 @@ def _draw(dice: random.Random, name: str, shape: Shape) -> Fault:
         elif role == "prefill":
             moments = list(PREFILL_MOMENTS[1:])
         moment = dice.choice(moments)
-    hold_s = dice.choice((0.15, 0.4, 0.8, 1.6, 2.5))
+    hold_s = dice.choice((0.15, 0.4, 0.8, 1.6, 2.5)) * (LONGER if kind.on_packets else 1)
     return Fault(
         kind=name,
         role=role,

@@ -1,6 +1,6 @@
-"""The byte proxy between a gateway and its workers, and between the workers' engines.
+"""The byte proxy between gateways and their workers, and between the workers' engines.
 
-Workers dial it instead of the gateway (``relay serve --worker-address``). It knows who they are by their hellos, and puts itself
+Workers dial it instead of each gateway (``relay serve --worker-address``). It knows who they are by their hellos, and puts itself
 between the engines by writing its own address into an engine's hello. What passes is told to a ``Watch`` before it is passed on, so
 a fault can strike between a message and its arrival.
 """
@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from relay.protocol.messages import (
     Welcome,
 )
 
+Link = tuple[str, int]  # (process of a worker, number of the gateway)
 CRASH_SIGNALS = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV})
 
 
@@ -44,12 +46,14 @@ class Life:
     role: str
     pids: dict[str, int] = field(default_factory=dict)
     pidfds: dict[str, int] = field(default_factory=dict)
-    connections: dict[str, Connection] = field(default_factory=dict)
-    welcomed: set[str] = field(default_factory=set)
+    gateways: int = 1
+    connections: dict[Link, Connection] = field(default_factory=dict)
+    welcomed: set[Link] = field(default_factory=set)
     kv_servers: list[asyncio.Server] = field(default_factory=list)
+    kv_addresses: dict[str, str] = field(default_factory=dict)  # its own → the one in our hello
     exit_signal: int | None = None  # of its engine, as its agent has reported it
-    ended_s: float = 0.0  # a control connection was closed, by whichever side
-    given_up_s: float = 0.0  # the gateway closed one
+    ended_s: float = 0.0  # its only gateway's control connection was closed, by whichever side
+    given_up_s: float = 0.0  # a gateway closed one after a fault had struck
     draining: bool = False
     hurt: bool = False  # a fault has struck it, and it has not got over it
     struck: tuple[str, float] | None = None  # the first fault (kind, monotonic seconds)
@@ -60,15 +64,23 @@ class Life:
 
     @property
     def ready(self) -> bool:
-        return self.welcomed == {"agent", "engine"} and not self.ended_s
+        return len(self.welcomed) == 2 * self.gateways and not self.ended_s
 
     @property
     def crashed(self) -> bool:
         """Its engine fell to a fault of its own, as its agent says, although nothing was done to it."""
         return self.exit_signal in CRASH_SIGNALS and self.struck is None
 
+    @property
+    def kv_ports(self) -> list[int]:
+        """That its KV comes in at: ours, and its own behind them."""
+        addresses = [address for pair in self.kv_addresses.items() for address in pair]
+        return [int(address.rpartition(":")[2]) for address in addresses]
+
     def hold(self, process: str, pid: int) -> None:
         """Open the process that said hello, unless it has ended and another one got its number."""
+        if process in self.pidfds:
+            return  # it says hello to every gateway
         self.pids[process] = pid
         try:
             descriptor = os.pidfd_open(pid)
@@ -110,32 +122,35 @@ class Proxy:
     def __init__(
         self,
         watch: Watch,
-        gateway: tuple[str, int],
+        gateways: list[tuple[str, int]],
         on_ended: Callable[[Life], None],
         past_proxy: Callable[[Life], bool],
     ) -> None:
-        """``on_ended``: the first sign that the gateway has given a life up. ``past_proxy``: whether KV may reach it by shared
-        memory, unseen, rather than through the proxy."""
+        """``gateways``: what each listens on for workers.
+        ``on_ended``: the first sign that one has given a struck life up. ``past_proxy``: whether KV may reach it by shared memory,
+        unseen, rather than through the proxy."""
         self._past_proxy = past_proxy
         self.watch = watch
-        self._gateway = gateway
+        self._gateways = gateways
         self._on_ended = on_ended
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.lives: dict[str, Life] = {}  # the latest of each worker
         self.past: list[Life] = []
+        self.epochs = [0] * len(gateways)  # of each gateway's latest life, as its welcomes say
         self.kv_injury: Callable[[KvFrame], Injury | None] = lambda frame: None
 
-    async def start(self) -> tuple[str, int]:
-        """Listen for workers; returns the address they must dial."""
+    async def start(self) -> list[str]:
+        """Listen for workers; returns the address they must dial for each gateway."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: self._accept(self._control()), "127.0.0.1", 0)
-        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
-        return address
+        for gateway in range(len(self._gateways)):
+            accept = partial(self._accept_control, gateway)
+            self._servers.append(await loop.create_server(accept, "127.0.0.1", 0))
+        return ["tcp://{}:{}".format(*server.sockets[0].getsockname()[:2]) for server in self._servers]
 
     async def close(self) -> None:
         servers = [server for life in self.all_lives() for server in life.kv_servers]
-        for server in [*servers, *([self._server] if self._server else [])]:
+        for server in [*servers, *self._servers]:
             server.close()
         for life in self.all_lives():
             for connection in life.connections.values():
@@ -150,30 +165,31 @@ class Proxy:
         """Of every worker, every incarnation that said hello."""
         return [*self.past, *self.lives.values()]
 
-    def _accept(self, wired: tuple[Connection, tuple[str, int]]) -> asyncio.Protocol:
-        connection, target = wired
+    def _accept_control(self, gateway: int) -> asyncio.Protocol:
+        tap = _ControlTap(self, gateway)
+        connection = Connection(tap.up, tap.down, tap.end)
+        tap.connection = connection
+        return self._accept(connection, self._gateways[gateway])
+
+    def _accept(self, connection: Connection, target: tuple[str, int]) -> asyncio.Protocol:
         task = asyncio.get_running_loop().create_task(_dial(connection, target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return connection.dialler
 
-    def _control(self) -> tuple[Connection, tuple[str, int]]:
-        tap = _ControlTap(self)
-        connection = Connection(tap.up, tap.down, tap.end)
-        tap.connection = connection
-        return connection, self._gateway
-
-    def hello(self, hello: Hello, connection: Connection) -> Hello:
+    def hello(self, hello: Hello, connection: Connection, gateway: int) -> Hello:
         """A worker process says who it is; returns the hello to pass on."""
         life = self.lives.get(hello.worker)
         if life is None or life.incarnation < hello.incarnation:
             if life is not None:
                 self.past.append(life)
-            life = self.lives[hello.worker] = Life(hello.worker, hello.incarnation, hello.role)
+                self._close_kv(life)
+            life = Life(hello.worker, hello.incarnation, hello.role, gateways=len(self._gateways))
+            self.lives[hello.worker] = life
         if life.incarnation != hello.incarnation:
             return hello  # a late process of an earlier life: the gateway's business
         life.hold(hello.process, hello.pid)
-        life.connections[hello.process] = connection
+        life.connections[(hello.process, gateway)] = connection
         if hello.process != "engine":
             return hello
         addresses = [self._kv_listener(life, address) for address in hello.kv_addresses if address.startswith("tcp://")]
@@ -182,6 +198,8 @@ class Proxy:
         return msgspec.structs.replace(hello, kv_addresses=addresses)
 
     def _kv_listener(self, life: Life, address: str) -> str:
+        if address in life.kv_addresses:
+            return life.kv_addresses[address]
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         listener = socket.create_server(("127.0.0.1", 0))
         loop = asyncio.get_running_loop()
@@ -190,7 +208,7 @@ class Proxy:
             tap = KvTap(self._kv_frame, life.worker)
             connection = Connection(tap.up, tap.down, lambda end: None)
             tap.pipe = connection.up
-            return self._accept((connection, (host, int(port))))
+            return self._accept(connection, (host, int(port)))
 
         async def serve() -> None:
             life.kv_servers.append(await loop.create_server(accept, sock=listener))
@@ -198,7 +216,8 @@ class Proxy:
         task = loop.create_task(serve())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        life.kv_addresses[address] = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        return life.kv_addresses[address]
 
     def _kv_frame(self, transfer: int, handoff: bool, pipe: Pipe, target: str) -> Injury | None:
         placement = self.watch.kv_frame(transfer, handoff=handoff)
@@ -206,9 +225,11 @@ class Proxy:
             return None
         return self.kv_injury(KvFrame(placement, placement.kv_frames, handoff, pipe, target))
 
-    def to_worker(self, life: Life, process: str, message: Message) -> None:
+    def to_worker(self, life: Life, link: Link, message: Message) -> None:
+        process, gateway = link
         if isinstance(message, Welcome):
-            life.welcomed.add(process)
+            life.welcomed.add(link)
+            self.epochs[gateway] = max(self.epochs[gateway], message.epoch)
         elif process == "engine":
             self.watch.to_worker(life.worker, message)
 
@@ -218,25 +239,31 @@ class Proxy:
         elif process == "engine" and self.lives.get(life.worker) is life:
             self.watch.from_worker(life.worker, message)
 
-    def ended(self, life: Life, *, by_gateway: bool) -> None:
-        """One end of a control connection of ``life`` has closed it."""
-        if not life.ended_s:
+    def ended(self, life: Life, link: Link, *, by_gateway: bool) -> None:
+        """One end of a control connection of ``life`` has closed it: the end of it with one gateway, else it dials again."""
+        life.welcomed.discard(link)
+        if len(self._gateways) == 1 and not life.ended_s:
             life.ended_s = time.monotonic()
-            for server in life.kv_servers:
-                server.close()
-        if by_gateway and not life.given_up_s:
+            self._close_kv(life)
+        if by_gateway and life.struck is not None and not life.given_up_s:
             life.given_up_s = time.monotonic()
             self._on_ended(life)
+
+    @staticmethod
+    def _close_kv(life: Life) -> None:
+        for server in life.kv_servers:
+            server.close()
 
 
 class _ControlTap:
     """Reads both directions of one control connection."""
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: Proxy, gateway: int) -> None:
         self._proxy = proxy
+        self._gateway = gateway
         self._first = bytearray()
         self._life: Life | None = None
-        self._process = ""
+        self._process = ""  # of the worker
         self._from_worker: FrameDecoder | None = None
         self._to_worker: FrameDecoder | None = None
         self.connection: Connection | None = None
@@ -252,12 +279,13 @@ class _ControlTap:
     def down(self, data: bytes) -> tuple[bytes, Injury | None]:
         if self._to_worker is not None and self._life is not None:
             for message in self._to_worker.feed(data):
-                self._proxy.to_worker(self._life, self._process, message)
+                self._proxy.to_worker(self._life, (self._process, self._gateway), message)
         return data, None
 
     def end(self, end: End) -> None:
-        if self._life is not None and self.connection is not None:
-            self._proxy.ended(self._life, by_gateway=end is self.connection.listener)
+        life, link = self._life, (self._process, self._gateway)
+        if life is not None and self.connection is not None and life.connections[link] is self.connection:
+            self._proxy.ended(life, link, by_gateway=end is self.connection.listener)
 
     def _hello(self, data: bytes) -> bytes:
         """Nothing is passed on before the hello is whole."""
@@ -272,7 +300,7 @@ class _ControlTap:
         engine = hello.process == "engine"
         self._from_worker = FrameDecoder(EngineToGateway if engine else AgentToGateway)
         self._to_worker = FrameDecoder(GatewayToEngine if engine else GatewayToAgent)
-        passed = self._proxy.hello(hello, self.connection)
+        passed = self._proxy.hello(hello, self.connection, self._gateway)
         life = self._proxy.lives[hello.worker]
         if life.incarnation == hello.incarnation:
             self._life, self._process = life, hello.process

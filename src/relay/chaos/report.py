@@ -31,12 +31,14 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
     """What ``relay chaos --json`` prints."""
     faults: Counter[str] = Counter()
     signals: Counter[str] = Counter()
+    packets: Counter[str] = Counter()
     moments: dict[str, Counter[str]] = {}
     resumes: dict[str, list[float]] = {}
     detections: dict[str, list[float]] = {}
     for cell in cells:
         faults.update(cell.faults)
         signals.update(cell.signals)
+        packets.update(cell.packets_lost)
         for kind, row in cell.moments.items():
             moments.setdefault(kind, Counter()).update(row)
         for target, source in ((resumes, cell.resume_ms), (detections, cell.detect_ms)):
@@ -49,11 +51,13 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         "different": sum(cell.different for cell in cells),
         "failed": sum(cell.failed for cell in cells),
         "leaked": sum(cell.leaked for cell in cells),
+        "reposted": sum(cell.reposted for cell in cells),
         "disagreements": sum(cell.disagreements for cell in cells),
         "poison": {name: sum(getattr(cell, name) for cell in cells) for name in ("poison", "quarantined", "crashes")},
         "replayed": {name: sum(getattr(cell, name) for cell in cells) for name in REPLAYED},
         "faults": dict(sorted(faults.items())),
         "signals": dict(sorted(signals.items())),
+        "packets_lost": dict(sorted(packets.items())),
         "moments": {kind: dict(sorted(row.items())) for kind, row in sorted(moments.items())},
         "resume_ms": waits([value for values in resumes.values() for value in values]),
         "detect_ms": waits([value for values in detections.values() for value in values]),

@@ -21,6 +21,7 @@ MODEL_NAME = "chaos"  # in every request, whatever model it is
 START_S = 180.0
 STOP_S = 60.0
 LAST_LINES = 400
+STATUS_TRIES = 20
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -30,16 +31,18 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def free_port() -> int:
-    """A port nobody listens on now, from below the range the kernel hands out by itself: it stays free until it is used."""
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` ports in a row that nobody listens on now, from below the range the kernel hands out by itself: they
+    stay free until they are used."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(200):
         port = 10_000 + int.from_bytes(os.urandom(2), "little") % max(1, low - 10_000)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for each in range(port, port + count):
+                probe = probes.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", each))
+            return port
     raise StartupError("no free port found")
 
 
@@ -94,6 +97,16 @@ class Server:
     async def status(self) -> dict[str, Any]:
         """What ``relay status --json`` prints. Raises OSError, ValueError, EOFError or TimeoutError."""
         return await get_json(self.host, self.port, "/status")
+
+    async def statuses(self, gateways: int) -> list[dict[str, Any]]:
+        """Of every gateway that answers within some tries: which one takes a connection is the kernel's choice."""
+        found: dict[str, dict[str, Any]] = {}
+        for _ in range(STATUS_TRIES * gateways):
+            status = await self.status()
+            found[status.get("gateway", "")] = status
+            if len(found) == gateways:
+                break
+        return list(found.values())
 
     async def metric(self, name: str) -> int:
         """Of /metrics, summed over labels; 0 where it has not appeared."""

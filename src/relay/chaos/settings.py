@@ -23,6 +23,8 @@ class ChaosSettings:
     longest_words: int = LONGEST_WORDS
     longest_answer: int = LONGEST_ANSWER
     request_timeout_s: float = 180.0
+    gateways: int = 1
+    netns: bool = False  # this process is in a network namespace of its own, where packets can be lost
     poison: int = 0  # requests that crash every engine they visit, beside the others
     inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
     trace: Path | None = None  # folder for recordings of every gateway and worker, which are played again
@@ -35,6 +37,8 @@ class ChaosSettings:
             raise UsageError(f"--faults must be 0 to 100000, not {self.faults}")
         if not 1 <= self.concurrency <= 512:
             raise UsageError(f"--concurrency must be 1 to 512, not {self.concurrency}")
+        if not 1 <= self.gateways <= 16:
+            raise UsageError(f"--gateways must be 1 to 16, not {self.gateways}")
         if not 1 <= self.longest_words <= 5000:
             raise UsageError(f"--longest-prompt must be 1 to 5000 words, not {self.longest_words}")
         if not 0 <= self.poison <= 100:
@@ -58,9 +62,11 @@ class CellResult:
     leaked: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     signals: dict[str, int] = field(default_factory=dict)
+    packets_lost: dict[str, int] = field(default_factory=dict)  # by kind
     moments: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → moment → choices struck
     resume_ms: dict[str, list[float]] = field(default_factory=dict)  # kind → every wait
     detect_ms: dict[str, list[float]] = field(default_factory=dict)
+    reposted: int = 0  # answers whose connection broke with its gateway, continued at another
     resumed_tokens: list[int] = field(default_factory=list)  # prompt and committed tokens each resume began with
     disagreements: int = 0
     poison: int = 0

@@ -114,11 +114,20 @@ class Watch:
         placement = Placement(
             key, work.params.seed, work.num_prompt, work.attempt, {worker}, moment, committed, committed, transfer
         )
+        for other in self._same_choice(placement):
+            del self.placements[other.key]  # another gateway took it over
         self.placements[key] = placement
         if transfer:
             self._by_transfer[transfer] = key
         self.on_order(Order(key, work.params.seed, work.attempt, len(work.token_ids)))
         self.on_seen(Seen(placement, worker))
+
+    def _same_choice(self, placement: Placement) -> list[Placement]:
+        return [
+            other
+            for other in self.placements.values()
+            if other.seed == placement.seed and other.key[1] == placement.key[1]
+        ]
 
     def _tokens(self, worker: str, entry: TokenEntry) -> None:
         placement = self._current(entry.request, entry.choice, entry.attempt)

@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from relay.chaos.plan import choose_kinds
+from relay.chaos.netns import enter
+from relay.chaos.packets import PacketsUnavailable
+from relay.chaos.plan import Ground, choose_kinds
 from relay.chaos.report import report
 from relay.chaos.run import run_chaos
 from relay.chaos.settings import ChaosSettings
@@ -23,6 +25,16 @@ from relay.errors import UsageError
 @click.option("--seed", "seeds", type=click.IntRange(min=0), multiple=True, help="Of requests and faults; several.")
 @click.option("--seeds", "num_seeds", type=click.IntRange(1, 1000), help="That many seeds from 1 on instead.")
 @click.option("--shape", "shapes", multiple=True, help="2P+3D, or 3 for colocated workers; several.  [default: 1P+2D]")
+@click.option("--gateways", type=int, default=1, show_default=True, help="Of each cluster; several are killed, too.")
+@click.option(
+    "--netns",
+    type=click.Choice(["off", "on", "auto"]),
+    is_flag=False,
+    flag_value="on",
+    default="off",
+    show_default=True,
+    help="Run in a network namespace of its own and lose packets there (Linux root, nft); auto: where that is possible.",
+)
 @click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
 @click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
@@ -55,6 +67,8 @@ def chaos(
     seeds: tuple[int, ...],
     num_seeds: int | None,
     shapes: tuple[str, ...],
+    gateways: int,
+    netns: str,
     kinds: str,
     concurrency: int,
     longest_prompt: int,
@@ -79,7 +93,8 @@ def chaos(
         raise UsageError("give --seed or --seeds")
     serve = ["--backend", backend, "--threads", str(threads), "--kv-cache-memory", kv_cache_memory]
     serve += ["--kv-cache-dtype", kv_cache_dtype, "--max-num-batched-tokens", str(max_num_batched_tokens)]
-    serve += ["--offline"] if offline else []
+    inside = netns != "off" and _enter(auto=netns == "auto")
+    serve += ["--offline"] if offline or inside else []
     serve += ["--cache-dir", str(cache_dir)] if cache_dir is not None else []
     settings = ChaosSettings(
         requests=requests,
@@ -92,13 +107,15 @@ def chaos(
         concurrency=concurrency,
         longest_words=longest_prompt,
         longest_answer=longest_answer,
+        gateways=gateways,
+        netns=inside,
         poison=poison,
         inject=inject or "",
         trace=trace,
         keep=keep,
     )
     for shape in settings.shapes:
-        choose_kinds(list(settings.kinds), shape)
+        choose_kinds(list(settings.kinds), Ground(shape, gateways, inside))
 
     def say(text: str) -> None:
         click.echo(text, err=True)
@@ -112,6 +129,18 @@ def chaos(
     else:
         _print(document)
     return 0 if all(cell.passed for cell in cells) else 1
+
+
+def _enter(*, auto: bool) -> bool:
+    """Whether we are in a network namespace of our own now. Raises PacketsUnavailable unless it may be done without."""
+    try:
+        enter()
+    except PacketsUnavailable as error:
+        if not auto:
+            raise
+        click.echo(f"relay: {error}", err=True)
+        return False
+    return True
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -139,6 +168,8 @@ def _print(document: dict[str, Any]) -> None:
     replayed = document["replayed"]
     if replayed["recordings"]:
         click.echo(f"{replayed['replayed']} of {replayed['recordings']} recordings replayed to the same decisions")
+    if document["reposted"]:
+        click.echo(f"{document['reposted']} answers went on at another gateway")
     counts = ", ".join(f"{document[name]} {name}" for name in ("identical", "different", "failed", "leaked"))
     click.echo(f"{document['requests']} requests, {sum(document['faults'].values())} faults: {counts}")
 

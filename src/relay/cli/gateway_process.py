@@ -35,7 +35,16 @@ from relay.control.shell import GatewayShell
 from relay.errors import RelayError
 from relay.local.channel import Channel
 from relay.local.supervised import SupervisedWorkers
-from relay.local.supervision import Begin, GatewayFailed, GatewayReady, SupervisorToGateway, WorkerHopeless
+from relay.local.supervision import (
+    Begin,
+    GatewayFailed,
+    GatewayReady,
+    Ping,
+    Pong,
+    SupervisorToGateway,
+    WorkerHopeless,
+    WorkersLeave,
+)
 from relay.worker.host import die_with_parent
 
 
@@ -106,9 +115,13 @@ class GatewayProcess:
             if self._begin is not None and not self._begin.done():
                 for present in message.present:
                     self._launcher.told(present)
+                if message.kept_out:  # before their ends are told, or they would be started again
+                    self._launcher.told(WorkersLeave(message.kept_out, stay_out=True))
                 for exited in message.exited:
                     self._launcher.told(exited)
                 self._begin.set_result(message)
+        elif isinstance(message, Ping):
+            self._channel.send(Pong())
         else:
             self._launcher.told(message)
 

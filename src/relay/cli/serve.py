@@ -79,8 +79,17 @@ from relay.config import (
     show_default=True,
     help="With --gateways: seconds workers keep what a lost gateway ordered.",
 )
-@click.option("--worker-port", type=int, default=0, show_default=True, help="Port workers dial; 0 takes a free one.")
-@click.option("--worker-address", help="tcp://HOST:PORT that workers are told to dial [default: our own].")
+@click.option(
+    "--worker-port",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Port workers dial, of the first gateway (the next ports follow); 0 takes free ones.",
+)
+@click.option(
+    "--worker-address",
+    help="tcp://HOST:PORT that workers are told to dial, with commas for each gateway [default: our own].",
+)
 @click.option("--perturb", metavar="WORKER=KIND", multiple=True, help="Make a worker wrong on purpose, for tests.")
 @click.option(
     "--record",

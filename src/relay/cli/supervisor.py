@@ -19,7 +19,7 @@ from relay.cli.gateway_process import encode_config
 from relay.cli.listener import open_listener
 from relay.cli.server import CONSOLE_WAIT_S, STOP_GRACE_S, Phases, WorkerLog, context_of, log_to, open_served_model
 from relay.config import ServeConfig
-from relay.errors import RelayError, StartupError
+from relay.errors import PortInUseError, RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.local.channel import Channel
 from relay.local.supervision import (
@@ -30,19 +30,26 @@ from relay.local.supervision import (
     GatewayReady,
     GatewayToSupervisor,
     KillWorker,
+    Ping,
+    Pong,
     StartWorker,
     WorkerExited,
     WorkerHopeless,
     WorkerPresent,
+    WorkersLeave,
 )
 from relay.local.workers import LocalWorkers
 from relay.protocol.messages import EngineExited
+from relay.worker.agent import engine_state as process_state
 
 STABLE_S = 5.0  # a gateway that lived so long is started again at once
 MAX_DELAY_S = 5.0
 FIRST_DELAY_S = 0.1
 START_ATTEMPTS = 3  # of a gateway, before all were ever ready
 DRAIN_SLACK_S = 5.0
+PING_S = 1.0
+STOPPED_S = 2.0  # a gateway in state T for so long is dead to its clients
+HUNG_S = 15.0  # no answer for so long: its event loop does not turn
 logger = logging.getLogger("relay.supervisor")
 
 
@@ -60,9 +67,13 @@ def run_supervisor(config: ServeConfig) -> int:
 class Gateway:
     """One gateway over all its lives. Its workers' listener is ours, so its address stays."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, port: int) -> None:
+        """``port`` for its workers; 0 takes a free one. Raises PortInUseError."""
         self.name = name
-        self.listener = open_listener("127.0.0.1", 0)
+        try:
+            self.listener = open_listener("127.0.0.1", port)
+        except PortInUseError as error:
+            raise PortInUseError(f"--worker-port: {port}, for {name}, is already in use") from error
         host, port = self.listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -71,6 +82,8 @@ class Gateway:
         self.started_s = 0.0
         self.failures = 0
         self.ready = False
+        self.heard_s = 0.0
+        self.stopped_s = 0.0  # since when it is in state T; 0: it is not
 
     def send(self, message: Any) -> None:
         if self.channel is not None:
@@ -86,10 +99,12 @@ class Supervisor:
         self._console = console
         self._phases = Phases()
         self._log = WorkerLog(console, hold=config.log_level != "debug")
-        self._gateways = [Gateway(f"gateway-{index}") for index in range(config.gateways)]
+        ports = [config.worker_port + index if config.worker_port else 0 for index in range(config.gateways)]
+        self._gateways = [Gateway(f"gateway-{index}", port) for index, port in enumerate(ports)]
         self._workers: LocalWorkers
         self._present: dict[str, int] = {}  # worker → newest incarnation
         self._exited: dict[str, WorkerExited] = {}  # of those, the ones that have ended
+        self._kept_out: dict[str, None] = {}  # drained for good by an operator
         self._epoch = 0
         self._complete = False
         self._max_model_len = 0
@@ -115,7 +130,7 @@ class Supervisor:
             workers=[worker for worker, _ in config.slots],
             perturb=config.perturbations,
         )
-        self._workers.gateways = [gateway.address for gateway in self._gateways]
+        self._workers.gateways = config.worker_addresses or [gateway.address for gateway in self._gateways]
         self._workers.orphan_hold_s = config.orphan_hold_s
         self._workers.attach(self)
         try:
@@ -124,6 +139,7 @@ class Supervisor:
                     await self._start(gateway)
                 await self._wait(lambda: self._complete or self._signals > 0)
             if self._complete:
+                self._spawn(self._look_after())
                 self._log.release()
                 say_banner(config, self._listener, model, self._max_model_len, self._phases.line())
                 await self._wait(lambda: self._signals > 0)
@@ -150,6 +166,7 @@ class Supervisor:
     async def _start(self, gateway: Gateway) -> None:
         self._epoch += 1
         gateway.epoch, gateway.started_s, gateway.ready = self._epoch, time.monotonic(), False
+        gateway.stopped_s = 0.0
         ours, theirs = socket.socketpair()
         descriptors = {"supervisor": theirs, "http": self._listener, "workers": gateway.listener}
         command = [sys.executable, "-m", "relay.cli.gateway_process", "--parent", str(os.getpid())]
@@ -168,9 +185,8 @@ class Supervisor:
         gateway.channel = channel
         present = [WorkerPresent(worker, incarnation) for worker, incarnation in self._present.items()]
         config = encode_config(self._config)
-        begin = Begin(
-            gateway.name, epoch, config, self._complete, self._max_model_len, present, list(self._exited.values())
-        )
+        exited, kept_out = list(self._exited.values()), list(self._kept_out)
+        begin = Begin(gateway.name, epoch, config, self._complete, self._max_model_len, present, exited, kept_out)
         channel.send(begin)
         self._spawn(self._watch(gateway, gateway.process, channel))
         self._tell_lives()
@@ -206,6 +222,30 @@ class Supervisor:
         if not self._stopping:
             await self._start(gateway)
 
+    async def _look_after(self) -> None:
+        """Kill gateways that stand still: their clients go on elsewhere. Our own stalls are nobody's death."""
+        last_s = time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(PING_S)
+            now_s = time.monotonic()
+            late_s, last_s = now_s - last_s - PING_S, now_s
+            for gateway in self._gateways:
+                if gateway.process is None or not gateway.ready:
+                    continue
+                gateway.send(Ping())
+                if late_s > PING_S:
+                    gateway.heard_s, gateway.stopped_s = now_s, 0.0
+                frozen = process_state(gateway.process.pid) in ("T", "t")
+                gateway.stopped_s = (gateway.stopped_s or now_s) if frozen else 0.0
+                why = ""
+                if gateway.stopped_s and now_s - gateway.stopped_s >= STOPPED_S - PING_S:
+                    why = "is stopped"
+                elif now_s - gateway.heard_s >= HUNG_S:
+                    why = f"has not answered for {now_s - gateway.heard_s:.0f} s"
+                if why:
+                    logger.warning("killing %s: it %s", gateway.name, why)
+                    gateway.process.kill()
+
     def _tell_lives(self) -> None:
         lives = [GatewayLife(g.name, g.epoch, g.process.pid) for g in self._gateways if g.process is not None]
         self._tell(GatewayLives(lives))
@@ -221,10 +261,18 @@ class Supervisor:
         match message:
             case StartWorker():
                 self._start_worker(gateway, message)
-            case KillWorker(worker, incarnation):
-                self._workers.stop(WorkerKey(worker, incarnation), kill=True)
+            case Pong():
+                gateway.heard_s = time.monotonic()
+            case KillWorker(worker, incarnation, word):
+                self._workers.stop(WorkerKey(worker, incarnation), kill=True, word=word)
+            case WorkersLeave(workers, stay_out):
+                for worker in workers or list(self._present):
+                    self._kept_out.pop(worker, None)
+                    if stay_out:
+                        self._kept_out[worker] = None
+                self._tell(message, but=gateway)
             case GatewayReady(max_model_len):
-                gateway.ready = True
+                gateway.ready, gateway.heard_s = True, time.monotonic()
                 self._max_model_len = self._max_model_len or max_model_len
                 self._complete = self._complete or all(each.ready for each in self._gateways)
                 self._changed.set()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from relay.control.contract import RequestFailure
 from relay.control.placement import Dispatcher
-from relay.control.requests import Request
+from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
 from relay.control.transitions import ChoiceState
 from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited, Heartbeat
@@ -22,14 +22,38 @@ NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
 
 
 def exit_text(message: EngineExited) -> str:
-    return f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+    if message.hung_ms:
+        return f"no progress in a step for {message.hung_ms} ms"
+    return "engine exited with " + (
+        f"signal {message.signal}" if message.signal is not None else f"status {message.status}"
+    )
 
 
 def crashed(message: EngineExited) -> bool:
-    """The engine ended by its own fault, and not because somebody killed or stopped it."""
+    """The engine ended by its own fault, and not because somebody killed or stopped it for no fault of its own."""
+    if message.hung_ms:
+        return True
     if message.signal is not None:
         return message.signal in CRASH_SIGNALS
     return message.status not in NO_CRASH_STATUSES
+
+
+def _coming_there(request: Request, row: ComputedRow) -> list[Choice]:
+    """The choices of ``request`` that will show whether ``row`` was what its engine fell to.
+
+    One that was stopped there cannot: the others may come to the same place.
+    """
+    choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
+    if choice is None or _is_past(choice, row.end):
+        return []
+    if choice.state is not ChoiceState.ENDED:
+        return [choice]
+    return [each for each in request.choices if each.state is not ChoiceState.ENDED and not _is_past(each, row.end)]
+
+
+def _is_past(choice: Choice, end: int) -> bool:
+    """An attempt has come past that place, with a token to show for it: it was not this."""
+    return choice.start > 0 and choice.num_tokens > end
 
 
 class Blame:
@@ -57,15 +81,12 @@ class Blame:
     ) -> None:
         max_blames = self._state.config.retry.max_blames
         suspicion = request.suspicion
-        named = False
-        for row in rows:
-            choice = request.choices[row.choice] if 0 <= row.choice < len(request.choices) else None
-            if choice is None or choice.state is ChoiceState.ENDED or (choice.start and choice.num_tokens > row.end):
-                continue  # an attempt has come past that place, with a token to show for it: it was not this
-            named = choice.troubled = True
-            suspicion.ends[row.choice] = max(suspicion.ends.get(row.choice, 0), row.end)
-            self._state.story.tell(now_ns, request.id, row.choice, f"blamed: {worker.id} {how}")
-        if not named:
+        blamed = [(choice, row.end) for row in rows for choice in _coming_there(request, row)]
+        for choice, end in blamed:
+            choice.troubled = True
+            suspicion.ends[choice.index] = max(suspicion.ends.get(choice.index, 0), end)
+            self._state.story.tell(now_ns, request.id, choice.index, f"blamed: {worker.id} {how}")
+        if not blamed:
             return
         self._state.counters["blames"] += 1
         # Beside others it never comes to the last one: that would be a guess.
@@ -101,10 +122,19 @@ class Blame:
             request.suspicion.unexplained += 1
 
     def await_report(self, worker: Worker) -> None:
-        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had."""
-        worker.unexplained = list({attempt.choice.request: None for attempt in worker.live})
+        """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had,
+        and all of which a step may have been left there.
+        """
+        had = [attempt.choice.request for attempt in worker.live]
+        worker.unexplained = list(dict.fromkeys([*had, *worker.long_step, *worker.watched]))
         for request in worker.unexplained:
             request.suspicion.unexplained += 1
+
+    def rejoined(self, worker: Worker) -> None:
+        """The engine of ``worker`` was only out of sight: a step of what it had may run, or hang, there still."""
+        for request in worker.unexplained:
+            worker.watch(request)
+        self.explained(worker)
 
     def explained(self, worker: Worker) -> None:
         """Why ``worker`` was lost is known, or will not be known any more."""

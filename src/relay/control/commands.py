@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from relay.control.contract import Delivery, RequestFailure
 from relay.control.events import ProcessName, TimerKey
 from relay.ids import WorkerKey
-from relay.protocol.messages import Message, Role
+from relay.protocol.messages import EngineExited, Message, Role
 
 
 @dataclass(slots=True)
@@ -55,10 +55,14 @@ class LaunchWorker:
 
 @dataclass(slots=True)
 class StopWorker:
-    """Ask this incarnation to end (SIGTERM), or end it (SIGKILL). Idempotent."""
+    """Ask this incarnation to end (SIGTERM), or end it (SIGKILL). Idempotent.
+
+    ``word``: what speaks against its engine, to be told with its end to every gateway, as the agent's last word is.
+    """
 
     worker: WorkerKey
     kill: bool
+    word: EngineExited | None = None
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ class Delivery:
     cached_tokens: int = 0  # of the first attempt, on the first delivery
     logit_digests: list[bytes] | None = None
     kv_digests: list[bytes] | None = None
+    numerics_id: str = ""  # what these and all other tokens of the request were computed with
 
 
 @dataclass(slots=True)

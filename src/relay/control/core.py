@@ -195,8 +195,9 @@ class GatewayCore:
         self._tokens.failed(worker, message, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
-        worker.load = message
-        if worker.full or worker.queue_full:
+        before, worker.load = worker.load, message
+        # A report that tells of the refusal itself, or of work of another gateway, is no news of room. The next tick asks anyway.
+        if (worker.full or worker.queue_full) and (before is None or _has_less(message, before)):
             worker.full = worker.queue_full = False
             self.state.changed = True
 
@@ -226,7 +227,8 @@ class GatewayCore:
     def _started(self, event: Started, now_ns: int) -> None:
         self._detector.started(now_ns)
         for worker in self.state.workers.values():
-            if worker.state is WorkerState.STOPPED:  # else an earlier life or another gateway has started it
+            # Else an earlier life or another gateway has started it, or it is not wanted.
+            if worker.state is WorkerState.STOPPED and not worker.stay_out:
                 self._membership.launch(worker, now_ns)
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))
 
@@ -237,9 +239,9 @@ class GatewayCore:
             return
         if self.state.stopped:
             return
+        self._membership.leaving.tick(now_ns)  # first: what leaves is given nothing by what follows
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
-        self._membership.leaving.tick(now_ns)
         self._deadlines(now_ns)
         for worker in self.state.workers.values():
             worker.full = worker.queue_full = False
@@ -311,7 +313,10 @@ class GatewayCore:
             problem = leaving.roll(workers)
         elif not problem:
             for worker in workers:
-                problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
+                if event.told:
+                    leaving.told(worker, now_ns, stay_out=event.stay_out)
+                else:
+                    problem = problem or leaving.order(worker, now_ns, stay_out=event.stay_out)
         if problem:
             state.commands.append(LeaveRefused(problem))
 
@@ -324,3 +329,8 @@ class GatewayCore:
             )
             self._dispatcher.fail(request, failure, now_ns)
         self._membership.stop_all(now_ns)
+
+
+def _has_less(load: Load, before: Load) -> bool:
+    """Whether something has left the engine between two reports."""
+    return load.kv_used < before.kv_used or load.running < before.running or load.waiting < before.waiting

@@ -52,7 +52,7 @@ class WorkerStarted:
 class LauncherExited:
     """The launcher saw the end of what it started for this incarnation; ``reason`` if it could not even start it.
 
-    ``engine``: the agent's last word about its engine, where it left one.
+    ``engine``: the agent's last word about its engine, where it left one, or that of the gateway that had it killed for a hang.
     """
 
     worker: WorkerKey
@@ -97,11 +97,15 @@ class DrainRequested:
 
 @dataclass(slots=True)
 class LeaveOrdered:
-    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another."""
+    """An operator wants ``workers`` (empty: all) drained and restarted, or kept out; ``rolling``: one after another.
+
+    ``told``: another gateway took the order and sees to it; this one must know.
+    """
 
     workers: tuple[str, ...]
     stay_out: bool = False
     rolling: bool = False
+    told: bool = False
 
 
 @dataclass(slots=True)

@@ -45,6 +45,12 @@ class Leaving:
             self._state.commands += [CancelTimer((kind, worker.id)) for kind in ("fence", "reap", "launch")]
         return ""
 
+    def told(self, worker: Worker, now_ns: int, *, stay_out: bool) -> None:
+        """Another gateway was ordered to drain ``worker``, and starts it again unless it shall ``stay_out``."""
+        worker.stay_out = stay_out
+        if worker.state is WorkerState.READY:
+            self._begin(worker, now_ns)
+
     def roll(self, workers: Iterable[Worker]) -> str:
         """Restart ``workers`` one after another, each when all others serve. Returns why not, or an empty string."""
         state = self._state

@@ -131,12 +131,12 @@ class Membership:
         how = exit_text(message)
         worker.engine_exit = message
         if crashed(message):
-            self._blame.accuse(worker, message.manifest, message.alone, f"crashed with {how}", now_ns)
+            self._blame.accuse(worker, message.manifest, message.alone, how, now_ns)
         self._blame.explained(worker)
         if worker.state not in (WorkerState.LOST, WorkerState.STOPPED):
             drained = worker.refuses and message.status == 0  # its agent follows by itself, and with the same status
-            self.lose(worker, f"engine exited with {how}", now_ns, fence=not drained)
-        worker.last_cause = f"engine exited with {how}"
+            self.lose(worker, how, now_ns, fence=not drained)
+        worker.last_cause = how
         worker.cut = False
         self._dispatcher.pump(now_ns)
 
@@ -177,11 +177,18 @@ class Membership:
         self._schedule_restart(worker, now_ns)
 
     def lose(
-        self, worker: Worker, cause: str, now_ns: int, *, fence: bool, hung: bool = False, cut: bool = False
+        self,
+        worker: Worker,
+        cause: str,
+        now_ns: int,
+        *,
+        fence: bool,
+        hung: EngineExited | None = None,
+        cut: bool = False,
     ) -> None:
         """Fence this incarnation and reopen everything placed on it.
 
-        ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it then.
+        ``fence`` False: its agent may still report for a moment. ``hung``: it failed by itself, whoever kills it; all are told.
         ``cut``: it may be well, and of use to others; it is not killed and may connect again.
         """
         if worker.state is WorkerState.STARTING or now_ns - worker.changed_ns < int(
@@ -190,7 +197,7 @@ class Membership:
             worker.failures += 0 if worker.state is WorkerState.DRAINING else 1
         else:
             worker.failures = 0 if worker.state is WorkerState.DRAINING else 1
-        worker.served = worker.state in LIVE and not hung
+        worker.served = worker.state in LIVE and hung is None
         self._state.counters["workers_drained" if worker.refuses and not worker.live else "workers_lost"] += 1
         if worker.state is not WorkerState.DRAINING:
             self._state.breakers.workers[worker.id].failed(now_ns)
@@ -199,11 +206,11 @@ class Membership:
         worker.last_cause = cause
         worker.suspect = worker.slow = False
         worker.forget_cache()
+        if worker.engine_exit is None and hung is None:
+            self._blame.await_report(worker)
         self._blame.long_step(worker, ())
         for request in list(worker.watched):
             worker.unwatch(request)
-        if worker.engine_exit is None and not hung:
-            self._blame.await_report(worker)
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
                 if worker.refuses:  # it left as asked, before it had heard of this
@@ -212,17 +219,17 @@ class Membership:
                     self._dispatcher.reopen(attempt, now_ns, f"{worker.id} lost ({cause})", innocent=True)
         restart = self._state.config.restart
         if fence:
-            self._fence(worker, now_ns)
+            self._fence(worker, now_ns, hung)
         else:
             wait_ns = int(restart.report_wait_s * SECOND)
             self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
         self._dispatcher.pump(now_ns)
 
-    def _fence(self, worker: Worker, now_ns: int) -> None:
+    def _fence(self, worker: Worker, now_ns: int, hung: EngineExited | None = None) -> None:
         worker.agent_open = worker.engine_open = False
         self._state.commands.append(CloseWorker(worker.key))
         if not worker.cut:
-            self._state.commands.append(StopWorker(worker.key, kill=True))
+            self._state.commands.append(StopWorker(worker.key, kill=True, word=hung))
         wait_ns = int(self._state.config.restart.exit_wait_s * SECOND)
         self._state.commands.append(SetTimer(("reap", worker.id), now_ns + wait_ns))
 
@@ -239,6 +246,7 @@ class Membership:
 
     def _rejoin(self, worker: Worker, now_ns: int) -> None:
         """Its connection was lost, and it is here again: what it held for us before is over, it itself is not."""
+        self._blame.rejoined(worker)
         self._forget(worker)
         self._state.counters["workers_rejoined"] += 1
         worker.begin(worker.incarnation, now_ns)
@@ -301,8 +309,9 @@ class Membership:
         self._blame.heard(worker, beat)
         deadline_ms = self._state.config.detector.step_deadline_s * SECOND / MILLISECOND
         if beat.phase == "stepping" and beat.phase_age_ms > deadline_ms:
-            how = f"no progress in a step for {beat.phase_age_ms} ms"
+            hung = EngineExited(manifest=beat.manifest, alone=beat.alone, hung_ms=beat.phase_age_ms)
+            how = exit_text(hung)
             self._blame.accuse(worker, beat.manifest, beat.alone, how, now_ns)
-            self.lose(worker, how, now_ns, fence=True, hung=True)
+            self.lose(worker, how, now_ns, fence=True, hung=hung)
         elif beat.phase == "draining" and worker.state in LIVE:
             self.leaving.said(worker, now_ns)

@@ -39,7 +39,6 @@ class Choice:
         "losses",
         "not_before_ns",
         "num_attempts",
-        "numerics_id",
         "park_after_ns",
         "parked",
         "request",
@@ -57,7 +56,6 @@ class Choice:
         self.attempts: list[Attempt] = []
         self.num_attempts = 0
         self.committed: list[int] = []
-        self.numerics_id = request.submission.numerics_id or None  # pinned by the first committed token
         # Why the next placement differs from the first; all cleared by a committed token.
         self.troubled = False
         self.failures = 0
@@ -97,6 +95,11 @@ class Choice:
             if attempt.number == number:
                 return attempt
         return None
+
+    @property
+    def numerics_id(self) -> str | None:
+        """The numerics id this choice, with all others of its request, is pinned to; None: it has none yet."""
+        return self.request.numerics_id
 
     @property
     def start(self) -> int:
@@ -169,14 +172,19 @@ class Suspicion:
 
 
 class Request:
-    """One client request: what was submitted and its choices."""
+    """One client request: what was submitted and its choices.
 
-    __slots__ = ("_hashes", "choices", "id", "open_choices", "submission", "submitted_ns", "suspicion")
+    ``numerics_id``: what its answer is computed with, all choices of it: an answer names one, and its client asks with that for
+    the rest. Pinned by the first token committed to any choice.
+    """
+
+    __slots__ = ("_hashes", "choices", "id", "numerics_id", "open_choices", "submission", "submitted_ns", "suspicion")
 
     def __init__(self, request: int, submission: Submission, now_ns: int) -> None:
         self.id = request
         self.submission = submission
         self.submitted_ns = now_ns
+        self.numerics_id = submission.numerics_id or None
         self.choices = [Choice(self, index) for index in range(submission.n)]
         self.open_choices = submission.n
         self.suspicion = Suspicion()

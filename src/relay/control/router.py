@@ -7,7 +7,7 @@ from relay.config import SECOND
 from relay.control.attempts import Attempt
 from relay.control.breaker import EVERYTHING
 from relay.control.parking import Parking
-from relay.control.requests import Choice, Request
+from relay.control.requests import Choice
 from relay.control.state import ClusterState
 from relay.control.workers import Worker
 from relay.protocol.block_hash import UNIT_TOKENS
@@ -68,22 +68,37 @@ class Router:
         placement = self._place(choice, now_ns)
         if placement is None or len(request.choices) == 1:
             return placement
-        homes = self._computing_at(request)
-        if not homes or (placement.prefill or placement.decode) in homes:
+        return self._together(choice, placement)
+
+    def _together(self, choice: Choice, placement: Placement) -> Placement | None:
+        """``placement`` of one choice of several, or one beside the others: they must not take more engines than it takes to
+        know that it is them (decision 0012). All that die of one thing at once must leave one engine for the proof.
+        """
+        request = choice.request
+        others = [each for each in request.choices if each is not choice]
+        computing, decoders = _engines(others)
+        if request.suspicion.total:  # on one engine, and not first on P and then on D
+            if placement.decode in computing or not computing:
+                placement.prefill = None
+                return placement
+            homes = computing
+        elif not any(each.committed for each in request.choices) and computing:
+            if (placement.prefill or placement.decode) in computing and self._few(decoders, placement.decode):
+                return placement
+            homes = computing
+        elif self._few(decoders, placement.decode):
             return placement
+        else:
+            homes = decoders
         ready = self._state.ready_workers()
-        for home in homes:  # until it has proved harmless it computes on one engine at a time
+        for home in homes:
             if home.role != "prefill" and home.has_room and self._may_serve(home, choice) and home in ready:
                 return Placement(home, None, self._uncached(home, choice), 0)
         return None
 
-    @staticmethod
-    def _computing_at(request: Request) -> list[Worker]:
-        """Where an unproven request is: one that has no token yet, or is blamed. Empty for others."""
-        if not request.suspicion.blames and any(choice.committed for choice in request.choices):
-            return []
-        attempts = [attempt for choice in request.choices for attempt in choice.attempts]
-        return list(dict.fromkeys(attempt.prefill or attempt.decode for attempt in attempts))
+    def _few(self, engines: list[Worker], another: Worker) -> bool:
+        """Whether ``engines`` and ``another`` may all fall at once to one request that nothing speaks against yet."""
+        return another in engines or len(engines) < self._state.config.retry.max_blames - 1
 
     def _place(self, choice: Choice, now_ns: int) -> Placement | None:
         ready = [worker for worker in self._state.ready_workers() if self._may_serve(worker, choice)]
@@ -124,10 +139,15 @@ class Router:
             and len(worker.live) < self._allowance(worker, now_ns)
         ]
         placement = self._among(fine, choice, now_ns)
-        homes = self._computing_at(choice.request)
-        if placement is not None and len(homes) > 1 and (placement.prefill or placement.decode) not in homes:
-            return None  # hedges of its choices must not take a third engine before it has proved harmless
-        return placement
+        if placement is None:
+            return None
+        # Hedges of its choices must not take a third engine.
+        choices = choice.request.choices
+        computing, decoders = _engines(choices)
+        fits = self._few(decoders, placement.decode)
+        if not any(each.committed for each in choices):
+            fits = fits and self._few(computing, placement.prefill or placement.decode)
+        return placement if fits else None
 
     def _among(self, ready: list[Worker], choice: Choice, now_ns: int) -> Placement | None:
         """The best placement on some of ``ready``."""
@@ -188,7 +208,11 @@ class Router:
     def _may_serve(self, worker: Worker, choice: Choice) -> bool:
         if worker.id in choice.distrusted:
             return False
-        return choice.numerics_id is None or worker.numerics_id == choice.numerics_id
+        if choice.numerics_id is not None:
+            return worker.numerics_id == choice.numerics_id
+        # The first token pins the whole request: no two choices of it may be on their way to different ones.
+        others = (attempt for each in choice.request.choices if each is not choice for attempt in each.attempts)
+        return all(attempt.decode.numerics_id == worker.numerics_id for attempt in others)
 
     @staticmethod
     def _cached_tokens(worker: Worker, choice: Choice) -> int:
@@ -222,3 +246,10 @@ class Router:
             if best is None or cost < best_cost:
                 best, best_cost = worker, cost
         return best
+
+
+def _engines(choices: Iterable[Choice]) -> tuple[list[Worker], list[Worker]]:
+    """Where ``choices`` are computed now, and where they are decoded, now or after their prompt."""
+    attempts = [attempt for choice in choices for attempt in choice.attempts]
+    computing = dict.fromkeys(attempt.prefill or attempt.decode for attempt in attempts)
+    return list(computing), list(dict.fromkeys(attempt.decode for attempt in attempts))

@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from relay.clock import Clock, MonotonicClock
 from relay.control.commands import (
@@ -51,20 +51,13 @@ from relay.control.events import (
     WorkerMessage,
     WorkerStarted,
 )
+from relay.control.launcher import WorkerLauncher
 from relay.control.record import Recorder
 from relay.ids import WorkerKey, first_id
-from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Role, Welcome
+from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Welcome
 
 MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
-
-
-class WorkerLauncher(Protocol):
-    """What the shell asks of whoever starts processes. Ends are told by ``GatewayShell.launcher_exited``."""
-
-    def start(self, worker: WorkerKey, role: Role) -> None: ...
-
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None: ...
 
 
 class _Subscriber:
@@ -121,7 +114,7 @@ class GatewayShell:
             RejectConnection: self._reject,
             CloseWorker: self._close_worker,
             LaunchWorker: self._launch,
-            StopWorker: lambda command: self._launcher.stop(command.worker, kill=command.kill),
+            StopWorker: lambda command: self._launcher.stop(command.worker, kill=command.kill, word=command.word),
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
             WorkerGaveUp: self._worker_gave_up,
@@ -222,7 +215,14 @@ class GatewayShell:
     def leave(self, workers: Sequence[str], *, stay_out: bool = False, rolling: bool = False) -> str:
         commands = self._decide(LeaveOrdered(tuple(workers), stay_out, rolling))
         self._execute(commands)
-        return next((command.reason for command in commands if type(command) is LeaveRefused), "")
+        problem = next((command.reason for command in commands if type(command) is LeaveRefused), "")
+        if not problem and not rolling:  # what a rolling restart drains comes back by itself, whoever starts it
+            self._launcher.leaving(workers, stay_out=stay_out)
+        return problem
+
+    def leave_told(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        """Another gateway drains ``workers``."""
+        self._handle(LeaveOrdered(tuple(workers), stay_out, told=True))
 
     def ready(self) -> bool:
         return self._core.ready()

@@ -132,6 +132,7 @@ class TokenPath:
                     cached,
                     entry.logit_digests,
                     entry.kv_digests,
+                    worker.numerics_id,
                 ),
             )
         )
@@ -155,7 +156,9 @@ class TokenPath:
 
     def _first(self, choice: Choice, worker: Worker, entry: TokenEntry) -> int:
         """Pin the numerics id; return the prompt tokens that were not computed."""
-        choice.numerics_id = worker.numerics_id
+        choice.request.numerics_id = worker.numerics_id
+        if len(choice.request.choices) > 1:
+            self._state.changed = True  # the others may go elsewhere now
         return max(0, min(entry.cached_tokens, len(choice.request.submission.token_ids)))
 
     def _check(self, choice: Choice, entry: TokenEntry) -> str:

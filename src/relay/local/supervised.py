@@ -1,10 +1,14 @@
 """A gateway's launcher when a supervisor has the workers: asks it for incarnations, and passes on what it tells."""
 
+from collections.abc import Sequence
+
 from relay.control.shell import GatewayShell
 from relay.ids import WorkerKey
 from relay.local.channel import Channel
-from relay.local.supervision import GatewayLives, KillWorker, StartWorker, WorkerExited, WorkerPresent
-from relay.protocol.messages import Role
+from relay.local.supervision import GatewayLives, KillWorker, StartWorker, WorkerExited, WorkerPresent, WorkersLeave
+from relay.protocol.messages import EngineExited, Role
+
+Told = WorkerExited | WorkerPresent | GatewayLives | WorkersLeave
 
 
 class SupervisedWorkers:
@@ -13,7 +17,7 @@ class SupervisedWorkers:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._shell: GatewayShell | None = None
-        self._early: list[WorkerExited | WorkerPresent | GatewayLives] = []
+        self._early: list[Told] = []
 
     def attach(self, shell: GatewayShell) -> None:
         self._shell = shell
@@ -24,11 +28,14 @@ class SupervisedWorkers:
     def start(self, worker: WorkerKey, role: Role, cause: str = "") -> None:
         self._channel.send(StartWorker(worker.worker, worker.incarnation, role, cause))
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+    def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None:
         if kill:
-            self._channel.send(KillWorker(worker.worker, worker.incarnation))
+            self._channel.send(KillWorker(worker.worker, worker.incarnation, word))
 
-    def told(self, message: WorkerExited | WorkerPresent | GatewayLives) -> None:
+    def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        self._channel.send(WorkersLeave(list(workers), stay_out))
+
+    def told(self, message: Told) -> None:
         """What the supervisor says, to the shell."""
         shell = self._shell
         if shell is None:  # before there is one; bounded by the start
@@ -41,3 +48,5 @@ class SupervisedWorkers:
                 shell.launcher_exited(WorkerKey(worker, incarnation), status, signal, reason, engine)
             case GatewayLives(gateways):
                 shell.gateways = [{"id": life.id, "epoch": life.epoch, "pid": life.pid} for life in gateways]
+            case WorkersLeave(workers, stay_out):
+                shell.leave_told(workers, stay_out=stay_out)

@@ -15,10 +15,11 @@ class StartWorker(Message, tag="start_worker"):
 
 
 class KillWorker(Message, tag="kill_worker"):
-    """SIGKILL to everything of this incarnation. Idempotent."""
+    """SIGKILL to everything of this incarnation. Idempotent. ``word``: told with its end to every gateway."""
 
     worker: str
     incarnation: int
+    word: EngineExited | None = None
 
 
 class GatewayReady(Message, tag="gateway_ready"):
@@ -40,6 +41,13 @@ class GatewayFailed(Message, tag="gateway_failed"):
 
     exit_code: int
     text: str
+
+
+class WorkersLeave(Message, tag="workers_leave"):
+    """An operator ordered ``workers`` (empty: all) to drain; the supervisor passes it on to the other gateways."""
+
+    workers: list[str]
+    stay_out: bool
 
 
 # --- supervisor → gateway -------------------------------------------------------------------------------------------
@@ -78,7 +86,7 @@ class GatewayLives(Message, tag="gateway_lives"):
 class Begin(Message, tag="begin"):
     """First of all messages. ``config`` is a ``ServeConfig`` as JSON; ``max_model_len`` 0: nobody knows yet.
 
-    ``present`` and ``exited`` are what was started, and what of it has ended.
+    ``present`` and ``exited`` are what was started, and what of it has ended; ``kept_out`` shall not be started again.
     """
 
     gateway: str
@@ -88,7 +96,16 @@ class Begin(Message, tag="begin"):
     max_model_len: int
     present: list[WorkerPresent]
     exited: list[WorkerExited]
+    kept_out: list[str]
 
 
-GatewayToSupervisor = StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed
-SupervisorToGateway = Begin | WorkerExited | WorkerPresent | GatewayLives
+class Pong(Message, tag="pong"):
+    """To a ``Ping``: its event loop turns."""
+
+
+class Ping(Message, tag="ping"):
+    """Asked every second of a gateway that serves."""
+
+
+GatewayToSupervisor = Pong | StartWorker | KillWorker | GatewayReady | WorkerHopeless | GatewayFailed | WorkersLeave
+SupervisorToGateway = Begin | Ping | WorkerExited | WorkerPresent | GatewayLives | WorkersLeave

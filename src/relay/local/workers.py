@@ -48,6 +48,7 @@ class LocalWorkers:
         self._model_digest = model_digest
         self._launcher = LocalLauncher(self._exited, on_line)
         self._keys: dict[str, WorkerKey] = {}
+        self._words: dict[str, EngineExited] = {}  # of those that run: what whoever has them killed says of them
         self._shell: ExitListener | None = None
         self._last_exits: dict[str, LaunchExit] = {}
         self._perturb = perturb or {}
@@ -77,8 +78,15 @@ class LocalWorkers:
             argv = [sys.executable, "-m", "relay.worker.weights_process", "--spec", encode_spec(spec)]
             self._launcher.start(LaunchSpec(name=name, argv=argv))
 
-    def stop(self, worker: WorkerKey, *, kill: bool) -> None:
-        self._launcher.stop(_name(worker), kill=kill)
+    def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None:
+        """``word`` is passed on with its end, unless its agent leaves one of its own."""
+        name = _name(worker)
+        if word is not None and name in self._keys:
+            self._words.setdefault(name, word)
+        self._launcher.stop(name, kill=kill)
+
+    def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
+        """Nobody else starts these workers."""
 
     async def close(self, grace_s: float) -> None:
         await self._launcher.close(grace_s)
@@ -129,8 +137,9 @@ class LocalWorkers:
             return
         worker = self._keys.pop(end.name)
         self._last_exits[worker.worker] = end
+        given = self._words.pop(end.name, None)
         if self._shell is not None:
-            word = find_last_word(end.last_lines)
+            word = find_last_word(end.last_lines) or given
             self._shell.launcher_exited(worker, end.status, end.signal, end.reason, word)
 
 

@@ -251,13 +251,15 @@ GATEWAY_LOST_STATUS = 8  # exit status of an engine that ended because its gatew
 class EngineExited(Message, tag="engine_exited"):
     """The engine of this worker is gone. ``signal`` or ``status``, as waitid tells.
 
-    ``manifest`` and ``alone`` are those of the step it died in, as in a heartbeat.
+    ``manifest`` and ``alone`` are those of the step it died in, as in a heartbeat. ``hung_ms``: a gateway had it killed because
+    that step had not ended after so long; then it says neither of the others.
     """
 
     status: int | None = None
     signal: int | None = None
     manifest: list[ComputedRow] = []
     alone: bool = False
+    hung_ms: int = 0
 
 
 GatewayToEngine = Welcome | Rejected | Run | Reserve | Prefill | Cancel | Drain

@@ -133,11 +133,12 @@ class _Passing:
 
     async def head(self, status: int, headers: Headers) -> None:
         self._plain = []
+        fields = dict(headers)
+        # Of the answer that goes on: only where nothing was read of those before may it be another.
+        self._numerics_id = fields.get(b"relay-numerics-id", self._numerics_id)
         if self.begun:
             return
         self._head = status, [header for header in headers if header[0] not in HOP_HEADERS]
-        fields = dict(headers)
-        self._numerics_id = self._numerics_id or fields.get(b"relay-numerics-id", b"")
         self.streams = fields.get(b"content-type", b"").startswith(b"text/event-stream")
         if self.streams:
             self.begun = True

@@ -19,7 +19,8 @@ from relay.transfer.contract import Layout
 
 LAYERS = 2
 VOCAB = 64
-POISON = VOCAB - 1  # never drawn; an engine that embeds it crashes
+POISON = VOCAB - 1  # never drawn by itself; an engine that embeds it crashes
+LATE = 1 << 20  # a seed of LATE + n draws it as output n: a poison of which no prompt tells
 CELL = 16  # bytes of K and V of a token in a layer
 GEOMETRY = Geometry(LAYERS, 4, 4, 1, 1, 2, VOCAB, 4096)
 LAYOUT = Layout(LAYERS, 1, 2, "float32")
@@ -55,8 +56,8 @@ def _cell(layer: int, position: int, x: bytes) -> bytes:
 
 
 def _draw(x: bytes, params: SamplingParams, choice: int, prompt: list[int], outputs: list[int]) -> SampledToken:
-    """A token below POISON, with logprobs where they are asked for. EOS and stop ids wait for ``min_tokens``; penalties see the
-    outputs."""
+    """A token below POISON unless the seed says so, with logprobs where they are asked for. EOS and stop ids wait for
+    ``min_tokens``; penalties see the outputs."""
     seen = (sorted(prompt), outputs) if params.has_penalties else ""
     text = f"{params.seed} {choice} {len(prompt) + len(outputs)} {seen}".encode()
     word = int.from_bytes(blake2b(text + x, digest_size=8).digest(), "little")
@@ -66,6 +67,8 @@ def _draw(x: bytes, params: SamplingParams, choice: int, prompt: list[int], outp
         masked = params.eos_token_ids + params.stop_token_ids
         allowed = [token for token in range(POISON) if token not in masked]
         token = allowed[word % len(allowed)]
+    if params.seed == LATE + len(outputs):
+        token = POISON
     if params.logprobs is None:
         return SampledToken(token)
     top = [((token + rank) % POISON, -(1 + (word >> 8 * rank) % 997) / 64) for rank in range(params.logprobs)]

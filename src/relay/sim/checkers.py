@@ -19,7 +19,7 @@ from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, 
 from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
 from relay.sim.bounds import bounded, within_budget
-from relay.sim.drains import Drains
+from relay.sim.drains import Drains, tells_of_drain
 from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -69,6 +69,7 @@ class Checkers:
         """Remember every choice that ``event`` speaks of without having the right to."""
         self._stale = []
         self._strangers.before(node, event)
+        self._drains.before(node, event)
         if type(event) is not e.WorkerMessage:
             return
         message = event.message
@@ -79,6 +80,8 @@ class Checkers:
             entries = message.entries
             self._agreement.heard(event.worker, message)
         elif isinstance(message, Accept | Refuse | SequenceFailed):
+            if current is not None and tells_of_drain(message):
+                return  # news of the worker, whichever attempt it comes with: what it has is moved
             entries = [message]
         else:
             return
@@ -101,6 +104,7 @@ class Checkers:
             raise Violation("I4", node.core.state.alarm)
         self._strangers.after(node, event, commands)
         self._drains.sent(node, commands)
+        self._drains.rolled(node)
         within_budget(node)
         for choice, before in self._stale:
             now = _fingerprint(choice)

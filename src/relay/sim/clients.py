@@ -41,7 +41,7 @@ class Client:
     expectation: Expectation
     oracles: Oracles
     tokens: list[list[int]] = field(default_factory=list)
-    numerics: list[list[str]] = field(default_factory=list)  # ids whose oracle agrees with all tokens so far, by choice
+    numerics: list[str] = field(default_factory=list)  # ids it may be answered with: any that exists, or what it reads
     finished: dict[int, str] = field(default_factory=dict)
     stopped: dict[int, None] = field(default_factory=dict)
     ended: bool = False
@@ -55,24 +55,33 @@ class Client:
 
     def begin(self, numerics: list[str]) -> None:
         self.tokens = [[] for _ in range(self.submission.n)]
-        self.numerics = [list(numerics) for _ in range(self.submission.n)]
+        self.numerics = list(numerics)
         self.answers = [[] for _ in range(self.submission.n)]
 
-    def lose(self, unread: int) -> None:
-        """The gateway is gone, and with it the last ``unread`` tokens of each choice, said but not read."""
+    def lose(self, unread: int, numerics: list[str]) -> None:
+        """The gateway is gone, and with it the last ``unread`` tokens of each choice, said but not read.
+
+        Who has read nothing may be answered with any of ``numerics``.
+        """
         self.gateway = ""
         for choice, seen in enumerate(self.tokens):
             lost = min(unread, len(seen)) if choice not in self.stopped else 0
             if lost:
                 del seen[len(seen) - lost :]
                 self.finished.pop(choice, None)
+        if not self.has_read:
+            self.numerics = list(numerics)
 
     def again(self, request: int, gateway: str) -> Submission:
         """Ask ``gateway`` for the same, with what was read so far; ``request`` is the new name."""
         self.request, self.gateway = request, gateway
         self.answers = [[] for _ in range(self.submission.n)]
-        known = [ids[0] for ids, seen in zip(self.numerics, self.tokens, strict=True) if seen]
-        return replace(self.submission, returns=True, numerics_id=known[0] if known else "")
+        return replace(self.submission, returns=True, numerics_id=self.numerics[0] if self.has_read else "")
+
+    @property
+    def has_read(self) -> bool:
+        """Whether it has any token: what those were computed with is what all others must be, of every choice."""
+        return any(self.tokens)
 
     @property
     def open(self) -> bool:
@@ -96,42 +105,34 @@ class Client:
             return
         if len(said) < len(seen) or (len(said) == len(seen) and delivery.finish is None):
             return
+        if delivery.numerics_id not in self.numerics:
+            text = f"tokens of {delivery.numerics_id!r}, where its client expects {self.numerics}"
+            raise Violation("I13", f"{name}: {text}")
+        self.numerics = [delivery.numerics_id]
         seen += said[read:]
         if self.deceived:
             if delivery.finish is not None:
                 self.finished[choice] = delivery.finish
             return
-        agreeing = [
-            numerics
-            for numerics in self.numerics[choice]
-            if self.oracles.get(self.request, self.submission, choice, numerics).outputs[: len(seen)] == seen
-        ]
-        if not agreeing:
-            oracle = self.oracles.get(self.request, self.submission, choice, self.numerics[choice][0])
+        oracle = self.oracles.get(self.request, self.submission, choice, delivery.numerics_id)
+        if oracle.outputs[: len(seen)] != seen:
             raise Violation("I1", f"{name}: tokens {seen}, the oracle says {oracle.outputs}")
-        agreeing = self.numerics[choice] = self._agreeing_logprobs(delivery, agreeing, name)
+        self._check_logprobs(delivery, oracle, name)
         if delivery.finish is not None:
-            oracle = self.oracles.get(self.request, self.submission, choice, agreeing[0])
             if len(seen) != len(oracle.outputs) or delivery.finish != oracle.finish:
                 raise Violation(
                     "I1", f"{name}: finished ({delivery.finish}) after {len(seen)} of {len(oracle.outputs)} tokens"
                 )
             self.finished[choice] = delivery.finish
 
-    def _agreeing_logprobs(self, delivery: Delivery, known: list[str], name: str) -> list[str]:
-        """Those of the numerics ids ``known``, whose tokens agree, whose logprobs do too. Few tokens may agree by chance."""
+    def _check_logprobs(self, delivery: Delivery, oracle: Oracle, name: str) -> None:
         if self.submission.params.logprobs is None:
-            return known
+            return
         first, last = delivery.position, delivery.position + len(delivery.token_ids)
         given = [(logprob, list(top)) for logprob, top in delivery.logprobs or []]
-        wanted = {
-            numerics: self.oracles.get(self.request, self.submission, delivery.choice, numerics).logprobs[first:last]
-            for numerics in known
-        }
-        agreeing = [numerics for numerics in known if wanted[numerics] == given]
-        if not agreeing:
+        wanted = oracle.logprobs[first:last]
+        if wanted != given:
             raise Violation("I1", f"{name}: logprobs {given} from position {first} on, the oracle says {wanted}")
-        return agreeing
 
     def end(self, failure: RequestFailure | None) -> None:
         if self.ended:

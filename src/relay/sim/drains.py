@@ -1,13 +1,15 @@
-"""I17: a drain takes nothing new, loses nothing and ends in time."""
+"""I17: a drain takes nothing new, loses nothing and ends in time; a rolling restart takes one worker at a time."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relay.config import SECOND
 from relay.control import commands as c
+from relay.control import events as e
+from relay.control.core import TICK
 from relay.control.transitions import WorkerState
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import Reserve, Run
+from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Reserve, Run, SequenceFailed
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -25,15 +27,39 @@ class Drains:
         self._world = world
         self._since_ns: dict[WorkerKey, int] = {}
         self._held: dict[WorkerKey, dict[SequenceKey, None]] = {}  # when the drain began
+        self._serving: dict[str, None] = {}  # workers ready before the tick under way
+        self._away: dict[str, None] = {}  # workers that were neither ready nor to stay out
+
+    def before(self, node: GatewayNode, event: e.Event) -> None:
+        """Only ticks begin drains of a rolling restart, and only those."""
+        self._serving, self._away = {}, {}
+        if type(event) is not e.TimerFired or event.key != TICK:
+            return
+        for worker in node.core.state.workers.values():
+            if worker.state is WorkerState.READY:
+                self._serving[worker.id] = None
+            elif worker.state is not WorkerState.STOPPED:
+                self._away[worker.id] = None
+
+    def rolled(self, node: GatewayNode) -> None:
+        """After the event."""
+        workers = node.core.state.workers
+        begun = [name for name in self._serving if workers[name].state is WorkerState.DRAINING]
+        if begun:
+            self._world.kernel.sometimes("a rolling restart took a worker")
+        if len(begun) + bool(begun) * len(self._away) > 1:
+            raise Violation("I17", f"a rolling restart takes {begun} while {list(self._away)} do not serve")
 
     def sent(self, node: GatewayNode, commands: Iterable[c.Command]) -> None:
-        """Work goes to ready workers only; streams also to the last worker of their numerics, while it leaves by order."""
+        """Work goes to ready workers only; what has begun also to the last worker of its numerics, while it leaves by order."""
         state = node.core.state
         workers = state.workers
         for command in commands:
             if type(command) is c.SendToEngine and isinstance(command.message, Run | Reserve):
                 worker = workers[command.worker.worker]
-                last = worker in state.last_of_their_kind() and command.message.work.attempt > 1
+                request = state.requests.get(command.message.work.request)
+                begun = request is None or request.numerics_id is not None  # None: it has ended meanwhile
+                last = worker in state.last_of_their_kind() and begun
                 if worker.state is WorkerState.DRAINING and worker.key == command.worker and not last:
                     raise Violation("I17", f"{worker.id} drains and is given {type(command.message).__name__}")
 
@@ -61,3 +87,10 @@ class Drains:
             since_ns = max(self._since_ns.setdefault(engine.key, now_ns), engine.awake_since_ns)
             if now_ns - since_ns > timeout_ns + SLACK_NS:
                 raise Violation("I17", f"{node.key.worker} drains for {(now_ns - since_ns) / SECOND:.1f} s")
+
+
+def tells_of_drain(message: Accept | Refuse | SequenceFailed) -> bool:
+    """Only an engine that drains says that."""
+    if isinstance(message, Refuse):
+        return message.reason == "draining"
+    return isinstance(message, SequenceFailed) and message.reason == HANDED_BACK

@@ -34,8 +34,16 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             and world.kernel.now_ns >= client.submission.deadline_ns,
             # To the gateway a crash that was injected looks like any other.
             "quarantined": client.expectation.poison or world.faults["crash_engine"] > 0,
-            # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it.
-            "numerics_changed": len(world.numerics) > 1 and (world.num_faults > 0 or len(world.swarm.slots) == 1),
+            # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it. Crashes do:
+            # what starts again computes as the new version does, whoever has ended it.
+            # And a known limit: who drains the last of its numerics does not see other gateways' streams there.
+            "numerics_changed": len(world.numerics) > 1
+            and (
+                world.num_faults > 0
+                or world.poison_crashes > 0
+                or len(world.swarm.slots) == 1
+                or len(world.swarm.gateways) > 1
+            ),
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
             "token_disagreement": world.wrong_machines > 0,

@@ -25,7 +25,7 @@ def no_leaks(world: "World") -> None:
 
 def _gateway(world: "World", gateway: GatewayNode) -> None:
     state = gateway.core.state
-    if not world.num_faults and not world.poison_crashes:
+    if not world.num_faults and not world.num_poison:
         for counter in ("resumed", "hedges"):
             if state.counters[counter]:
                 raise Violation("core", f"without any fault the gateway counts {state.counters[counter]} {counter}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relay.errors import UsageError
-from relay.sim.planted import control, engine, gateways, suspicion, worker
+from relay.sim.planted import blame, control, engine, gateways, suspicion, worker
 from relay.sim.planted.mutant import Mutant, planted
 from relay.sim.run import Run, run_seed
 from relay.sim.scenarios.catalogue import SCENARIOS, run_scenario
@@ -18,7 +18,9 @@ __all__ = ["MUTANTS", "SEEDS", "Finding", "Mutant", "by_name", "find", "planted"
 SEEDS = 500  # runs that may be needed
 SCENARIO_SEEDS = 2  # of each scenario, before the seeds
 
-MUTANTS: tuple[Mutant, ...] = control.TABLE + suspicion.TABLE + gateways.TABLE + engine.TABLE + worker.TABLE
+MUTANTS: tuple[Mutant, ...] = (
+    control.TABLE + blame.TABLE + suspicion.TABLE + gateways.TABLE + engine.TABLE + worker.TABLE
+)
 
 
 @dataclass(frozen=True, slots=True)

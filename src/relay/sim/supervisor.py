@@ -47,7 +47,7 @@ class Supervisor:
         node.kill()
         for request, client in list(self._world.clients.items()):
             if client.open and client.gateway == node.host and client.request == request:
-                client.lose(self._world.kernel.tape.below(MAX_UNREAD, "unread"))
+                client.lose(self._world.kernel.tape.below(MAX_UNREAD, "unread"), self._world.numerics)
                 self.send_back(client)
 
     def start(self, host: str) -> None:

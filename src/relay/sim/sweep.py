@@ -148,7 +148,7 @@ def _fill(
 
     def play(orders: list[Order]) -> int:
         runs: list[Run] = []
-        each(iter(orders), lambda order, run: runs.append(run))
+        each((order for order in orders if go_on()), lambda order, run: runs.append(run))
         for run in runs:
             total.add(run)
             if progress is not None:

@@ -48,7 +48,7 @@ class WorkerNode:
         self._launcher_exited = launcher_exited
         self._poisoned = poisoned
         self._start_crashes = start_crashes
-        self._last_word: EngineExited | None = None  # left with the launcher
+        self.last_word: EngineExited | None = None  # left with the launcher, by the agent or by a gateway
         self.agent = Process(kernel)
         self.engine: EngineProcess | None = None
         self._terminations = 0
@@ -156,7 +156,7 @@ class WorkerNode:
         if engine.poisoned:
             self._poisoned()
         if message.manifest and signal not in KILL_SIGNALS:
-            self._last_word = message
+            self.last_word = message
         if signal == 15 and self._terminations:
             status, signal = 0, None
         self._end_agent(status if status is not None else 128 + (signal or 0), None)
@@ -165,17 +165,17 @@ class WorkerNode:
         if not self.agent.alive:
             return
         self.agent.die()
-        self.exit = (status, signal, self._last_word)
+        self.exit = (status, signal, self.last_word)
         for side in self._network.connections_of(self.key.worker, "agent"):
             side.close()
-        self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal, self._last_word)
+        self._kernel.after(EXIT_NS, self._launcher_exited, self.key, status, signal, self.last_word)
 
     def vanish(self, heard_after_ns: int) -> None:
         """The machine is gone at once; its launcher hears of that later. Its connections were severed before."""
         self.agent.die()
         if self.running is not None:
             self.running.end(None, 9)
-        self._kernel.after(heard_after_ns, self._launcher_exited, self.key, None, 9, None)
+        self._kernel.after(heard_after_ns, lambda: self._launcher_exited(self.key, None, 9, self.last_word))
 
     # --- signals --------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from relay.control.contract import Submission
 from relay.protocol.sampling import SamplingParams
-from relay.sim.backend import POISON
+from relay.sim.backend import LATE, POISON
 from relay.sim.swarm import MS
 from relay.sim.tape import Tape
 
 NUM_STEMS = 3
 STEM_TOKENS = 64
+MAX_LATE = 8  # outputs before the token that is poison
 
 
 class Workload:
@@ -33,19 +34,22 @@ class Workload:
     def submission(self, now_ns: int, poison: bool) -> Submission:
         tape = self._tape
         prompt = self.prompt()
-        if poison:
+        late = tape.below(MAX_LATE, "poison output") if poison and tape.chance(500, "late poison") else None
+        if poison and late is None:
             prompt.append(POISON)
         room = self._max_model_len - len(prompt)
         max_tokens = min(tape.between(1, 24, "max_tokens"), room)
         if tape.chance(20, "too long"):
             max_tokens = room + 1
+        if late is not None:
+            max_tokens = min(late + 2, room)  # it is embedded, whatever comes before
         params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, tape.of((0, 0, 4), "min_tokens")),
-            seed=tape.below(1 << 20, "seed"),
+            seed=tape.below(LATE, "seed") if late is None else LATE + late,
             logprobs=tape.of((None, None, 0, 2), "logprobs"),
             presence_penalty=tape.of((0.0, 0.0, 0.5), "penalty"),
-            eos_token_ids=tape.of(((), (1, 2, 3)), "eos"),
+            eos_token_ids=tape.of(((), (1, 2, 3)), "eos") if late is None else (),
         )
         deadline_ns = now_ns + tape.between(20, 2000, "deadline ms") * MS if tape.chance(100, "deadline") else None
         n = tape.of((1, 1, 1, 2, 3), "n")

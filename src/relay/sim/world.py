@@ -9,6 +9,7 @@ from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.transitions import WorkerState
 from relay.ids import WorkerKey
+from relay.protocol.messages import EngineExited
 from relay.sim import plan, poison
 from relay.sim import swarm as drawing
 from relay.sim.checkers import AUDIT_NS, Checkers
@@ -247,8 +248,8 @@ class World(Disturbances):
                     self.clients[request].end(None)
             case c.LaunchWorker(key, role, cause):
                 self.supervisor.start_worker(node, key, role, cause)
-            case c.StopWorker(key, kill):
-                self._stop(node, key, kill)
+            case c.StopWorker(key, kill, word):
+                self._stop(node, key, kill, word)
             case c.ClusterReady():
                 self.complete = True
 
@@ -281,11 +282,13 @@ class World(Disturbances):
         )
         self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
-    def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool) -> None:
+    def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool, word: EngineExited | None) -> None:
         if kill:
             poison.killed(self, gateway, key)
         for node in [*self.workers.values(), *self.zombies]:
             if node.key == key:
+                if word is not None:
+                    node.last_word = node.last_word or word
                 self.kernel.after(MS, node.sigkill if kill else node.sigterm)
 
     def _observe(self, engine: EngineProcess, event: WorkerEvent | Ended) -> None:
@@ -301,9 +304,8 @@ class World(Disturbances):
         if len(self.numerics) == 1:
             self.numerics.append(NEXT_NUMERICS)
             for client in self.clients.values():
-                for choice, known in enumerate(client.numerics):
-                    if client.open and not client.tokens[choice]:
-                        known.append(NEXT_NUMERICS)
+                if client.open and not client.has_read:
+                    client.numerics.append(NEXT_NUMERICS)
 
     # --- faults ---------------------------------------------------------------------------------------------------
 

@@ -99,24 +99,26 @@ class ReceptionTable:
             reception.link.post(replies)
 
     def settle(self, reception: Reception) -> None:
-        """Post replies; if the transfer is over, take it out and say so."""
+        """If the transfer is over, take it out and say so; then answer P, who waits for nothing as urgent."""
         with reception.lock:
             receiver = reception.receiver
             replies = receiver.take_replies()
             over = receiver.over
             if over:
                 reception.wait_until_idle()
+        if over:
+            self._end(reception)
         if reception.link is not None:
             reception.link.post(replies)
-        if not over:
-            return
+
+    def _end(self, reception: Reception) -> None:
+        """Only whoever takes it out reports it."""
+        receiver = reception.receiver
         transfer = receiver.order.transfer
         with self._lock:
-            mine = self._receptions.get(transfer) is reception
-            if mine:
-                del self._receptions[transfer]
-        if not mine:
-            return
+            if self._receptions.get(transfer) is not reception:
+                return
+            del self._receptions[transfer]
         if receiver.state is ReceiverState.COMPLETE and receiver.handoff is not None:
             scheme = reception.link.scheme if reception.link is not None else ""
             stats = TransferStats(scheme, receiver.bytes_copied, receiver.frames_copied)
@@ -213,22 +215,23 @@ class InboundLink:
             if not receiver.admit(header, self._clock.now_ns()):
                 return
             reception.writing += 1
-        damage: FrameError | None = None
+        problem = "D cannot store it"
         try:
             self._store.write(
                 header.layer, reception.block_table, header.first_token, header.token_count, payload, expected
             )
+            problem = ""
         except FrameError as error:
-            damage = error
-        with reception.lock:
-            reception.writing -= 1
-            reception.idle.notify_all()
-            if damage is None:
-                receiver.written(header, self._clock.now_ns())
-            else:
-                receiver.abort(f"damaged KV frame from {self._peer.worker}: {damage}")
-        if damage is not None:
-            raise damage
+            problem = str(error)
+            raise
+        finally:
+            with reception.lock:
+                reception.writing -= 1
+                reception.idle.notify_all()
+                if problem:
+                    receiver.abort(f"damaged KV frame from {self._peer.worker}: {problem}")
+                else:
+                    receiver.written(header, self._clock.now_ns())
 
     def _write(self) -> None:
         try:

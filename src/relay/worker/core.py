@@ -84,12 +84,7 @@ class WorkerConfig:
 class WorkerCore:
     """``digest_kv(block_table, num_tokens)`` hashes KV bytes for capturing requests; it must read the blocks at once."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        scheduler: Scheduler,
-        digest_kv: DigestKv,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, digest_kv: DigestKv) -> None:
         self._config = config
         self._scheduler = scheduler
         self._digest_kv = digest_kv
@@ -209,9 +204,8 @@ class WorkerCore:
                     return
                 if held is not None:
                     self._custody.drop(held, "superseded")
-                elif self._held.is_over(key):
-                    return
-                self._take(gateway, order, key)
+                if held is not None or not self._held.is_over(key):
+                    self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:
         work = order.work

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,6 @@ from relay.worker.spec import WorkerSpec, decode_spec
 from relay.worker.status_page import Phase, StatusPage
 
 SWITCH_INTERVAL_S = 0.0005  # a step between two C calls must not wait 5 ms for the core thread
-DEVICE_SWITCH_INTERVAL_S = 0.0001  # launches and copies are many short calls on several threads, none of them for long
 
 
 def main() -> None:
@@ -57,13 +57,24 @@ def _end_with_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def declare_compiling(page: StatusPage, clock: MonotonicClock) -> None:
-    """Show kernels that are compiled in the middle of a step as what they are, so that no deadline of steps counts their time."""
+    """Show kernels that are compiled after the start, by whatever thread, as that: no deadline of steps counts their time."""
     from relay.kernels.cuda.launch import watch_compiler
 
-    watch_compiler(
-        lambda: page.set_phase("compiling", clock.now_ns()),
-        lambda: page.set_phase("stepping", clock.now_ns()),
-    )
+    watch_compiler(*compile_phases(page, clock.now_ns))
+
+
+def compile_phases(page: StatusPage, now_ns: Callable[[], int]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What to call before and after a compilation: "compiling", then the phase that was before, its age counted anew."""
+    interrupted: list[Phase] = []
+
+    def begin() -> None:
+        interrupted.append(page.phase)
+        page.set_phase("compiling", now_ns())
+
+    def end() -> None:
+        page.set_phase(interrupted.pop(), now_ns())
+
+    return begin, end
 
 
 def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
@@ -83,7 +94,6 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
 
     engine = assemble(spec, announce)
     if engine.overlapped:
-        sys.setswitchinterval(DEVICE_SWITCH_INTERVAL_S)
         declare_compiling(page, clock)
         starts = ", ".join(f"{phase} from {seconds:.1f} s" for phase, seconds in phases.items())
         ready_s = (clock.now_ns() - began_ns) / 1e9

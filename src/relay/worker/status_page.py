@@ -71,6 +71,11 @@ class StatusPage:
         self._words[_SINCE] = now_ns
         self._words[_PHASE] = PHASES.index(phase)
 
+    @property
+    def phase(self) -> Phase:
+        """What was set last."""
+        return PHASES[min(self._words[_PHASE], len(PHASES) - 1)]
+
     def begin_step(self, rows: Sequence[ManifestRow], now_ns: int) -> None:
         """A step that computes ``rows`` begins. Raises RuntimeError with two in flight. Rows beyond MAX_ROWS are not named."""
         words = self._words

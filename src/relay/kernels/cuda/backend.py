@@ -314,6 +314,7 @@ class CudaBackend:
         self._transfers.join(self._stream)
         with torch.cuda.stream(self._stream):
             self._device.kv[:, :, target].copy_(self._device.kv[:, :, source])
+            self._written.copied()
 
     # --- identity ---------------------------------------------------------------------------------------------------
 

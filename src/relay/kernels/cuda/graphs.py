@@ -77,7 +77,8 @@ class DecodeGraphs:
         backend.launch_all(step, draw)  # compiles what is not compiled yet
         backend._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=backend._stream):
+        # Transfer threads go on asking for their events, which a capture of the whole process would not bear.
+        with torch.cuda.graph(graph, pool=self._pool, stream=backend._stream, capture_error_mode="thread_local"):
             backend.launch_all(step, draw)
         if self._pool is None:
             self._pool = graph.pool()

@@ -5,6 +5,7 @@ waits there for the event of its layer's write; a copy in is behind an event tha
 processes share in turns costs one turn for many frames and not one each.
 """
 
+import itertools
 import threading
 from collections import OrderedDict
 
@@ -102,9 +103,10 @@ class Ordered:
 class _Lane:
     """What one thread copies with."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, number: int) -> None:
         torch.cuda.set_device(device)
         self.device = device
+        self.number = number
         self.stream = torch.cuda.Stream(device)
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._slots: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
@@ -148,6 +150,7 @@ class KvTransfers:
         self._device = device
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._regions: dict[int, int] = {}  # pinned for us: address → bytes
         self._written: dict[int, torch.cuda.Event] = {}  # by lane: its last copy in
         self._unseen: dict[int, torch.cuda.Event] = {}  # of those, what steps do not wait for yet
@@ -182,13 +185,9 @@ class KvTransfers:
         """Begin to copy K then V of ``count`` positions into ``out``, once they are written."""
         k_cache, v_cache = cache
         lane = self._lane()
-        written_here = events.of(layer, block_table, first, count)
-        if written_here is not None:
-            lane.stream.wait_event(written_here)
-        with self._lock:
-            copied_in = list(self._written.values())
-        for written in copied_in:
+        for written in events.of(layer, block_table, first, count):
             lane.stream.wait_event(written)
+        self._follow(lane)
         with torch.cuda.stream(lane.stream):
             flat = torch.empty(2, count, k_cache.shape[1] * k_cache.shape[3], dtype=k_cache.dtype, device=self._device)
             copy_kv(k_cache, v_cache, lane.table(block_table), flat, first, store=False)
@@ -216,6 +215,7 @@ class KvTransfers:
         lane = self._lane()
         buffer, index = lane.slot(size)
         buffer.numpy()[:size] = np.frombuffer(data, np.uint8, size)
+        self._follow(lane)  # a copy of an aborted transfer into blocks that are this one's now may still be queued
         with torch.cuda.stream(lane.stream):
             flat = buffer[:size].to(self._device, non_blocking=True).view(k_cache.dtype).view(2, count, width)
             copy_kv(k_cache, v_cache, lane.table(block_table), flat, first, store=True)
@@ -223,7 +223,7 @@ class KvTransfers:
             event.record()
         lane.used(index, event)
         with self._lock:
-            self._written[id(lane)] = self._unseen[id(lane)] = event
+            self._written[lane.number] = self._unseen[lane.number] = event
         return Ordered()
 
     def join(self, stream: torch.cuda.Stream) -> None:
@@ -235,6 +235,14 @@ class KvTransfers:
         for event in events:
             stream.wait_event(event)
 
+    def _follow(self, lane: _Lane) -> None:
+        """What ``lane`` does next comes after all other lanes' copies into the cache."""
+        with self._lock:
+            self._written = {number: event for number, event in self._written.items() if not event.query()}
+            others = [event for number, event in self._written.items() if number != lane.number]
+        for event in others:
+            lane.stream.wait_event(event)
+
     def _is_pinned(self, out: memoryview) -> bool:
         address = np.frombuffer(out, np.uint8).ctypes.data
         with self._lock:
@@ -243,6 +251,6 @@ class KvTransfers:
     def _lane(self) -> _Lane:
         """The calling thread's."""
         if not hasattr(self._local, "lane"):
-            self._local.lane = _Lane(self._device)
+            self._local.lane = _Lane(self._device, next(self._numbers))
         lane: _Lane = self._local.lane
         return lane

@@ -12,6 +12,7 @@ class LayerEvents:
     """``at`` is the place in the program after which each layer's K and V are written (``Program.sink_points``).
 
     Each block remembers the last step that wrote to it, so a read waits for that step's write of the layer and for no later one.
+    Where that step has not come to the layer yet, what is to be read was written before, and the layer's latest event covers it.
     """
 
     def __init__(self, at: tuple[int, ...], num_blocks: int, block_size: int) -> None:
@@ -20,6 +21,8 @@ class LayerEvents:
         self._step = 0
         self._step_of = np.zeros(num_blocks, np.int64)  # by block
         self._events: list[list[torch.cuda.Event | None]] = [[None] * len(at) for _ in range(KEPT)]
+        self._latest: list[torch.cuda.Event | None] = [None] * len(at)
+        self._copied: torch.cuda.Event | None = None
 
     def begin(self, batch: Batch) -> None:
         """A step is about to be queued."""
@@ -36,10 +39,16 @@ class LayerEvents:
             event.record()
             events = self._events[self._step % KEPT]
             for layer in layers:
-                events[layer] = event
+                events[layer] = self._latest[layer] = event
 
-    def of(self, layer: int, block_table: np.ndarray, first: int, count: int) -> torch.cuda.Event | None:
-        """Passed once what was queued for these positions of ``layer`` is in the cache; None: nothing was, or long ago."""
+    def copied(self) -> None:
+        """A block of every layer was copied on the current stream."""
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def of(self, layer: int, block_table: np.ndarray, first: int, count: int) -> list[torch.cuda.Event]:
+        """All passed once what was queued for these positions of ``layer`` is in the cache."""
         blocks = block_table[first // self._block_size : (first + count - 1) // self._block_size + 1]
         step = int(self._step_of[blocks].max(initial=0))
-        return self._events[step % KEPT][layer] if step > self._step - KEPT else None
+        written = self._events[step % KEPT][layer] or self._latest[layer] if step > self._step - KEPT else None
+        return [event for event in (written, self._copied) if event is not None]

@@ -177,7 +177,7 @@ def _numerics_differ(original: Any) -> Any:
 
     def first(path: TokenPath, choice: Choice, worker: Worker, entry: Any) -> int:
         cached: int = original(path, choice, worker, entry)
-        choice.numerics_id = None
+        choice.request.numerics_id = None
         return cached
 
     return first

@@ -15,7 +15,7 @@ from relay.control.transitions import AttemptState, ChoiceState
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams
-from relay.sim.backend import POISON
+from relay.sim.backend import LATE, POISON
 from relay.sim.clients import Client, Expectation
 from relay.sim.engine import EngineProcess
 from relay.sim.gateway import HOST
@@ -155,12 +155,16 @@ class Stage:
         n: int = 1,
         logprobs: int | None = None,
         poison: bool = False,
+        late: int | None = None,
     ) -> Client:
-        """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own."""
+        """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own.
+
+        ``poison``: it crashes what computes its prompt, or, with ``late``, what computes the token after that output.
+        """
         own = [(11 * salt + 5 * index + salt // 5) % 60 for index in range(prompt - shared)]
-        token_ids = [*STEM[:shared], *own, *([POISON] if poison else [])]
+        token_ids = [*STEM[:shared], *own, *([POISON] if poison and late is None else [])]
         self.world.num_poison += poison
-        params = SamplingParams(max_tokens=max_tokens, seed=salt, logprobs=logprobs)
+        params = SamplingParams(max_tokens=max_tokens, seed=salt if late is None else LATE + late, logprobs=logprobs)
         self._submitted += 1
         submission = Submission(token_ids, params, n, resume_key=self._submitted.to_bytes(16, "big"))
         return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
 
@@ -175,6 +177,13 @@ def test_a_client_that_resumes_gets_the_rest_from_whoever_is_there(server):
         part, _, ended = read(response)
     assert ended
     assert text + part == whole
+    assert adopted(server) > 0  # it was found further on than before, not computed from its prompt each time
+
+
+def adopted(server: Serve) -> float:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(r"^relay_worker_orphans_adopted_total\{.*\} (\S+)$", text, re.M))
 
 
 def test_sigterm_lets_streams_finish_and_ends_everything(model, cache):
@@ -204,14 +213,22 @@ def test_nothing_outlives_a_killed_supervisor(model, cache):
         server.close()
 
 
-def test_a_stopped_gateway_harms_no_worker(server):
+def test_a_stopped_gateway_is_replaced_and_its_streams_go_on(server, proxy):
+    wanted = requests("stopped")[:4]
+    calm = ask_all(proxy, wanted)
     server.wait_for(lambda: two(server))
-    before = incarnations(server)
-    stopped = gateways(server)[0]["pid"]
-    os.kill(stopped, signal.SIGSTOP)
-    time.sleep(4.5)  # longer than its connections are kept
-    os.kill(stopped, signal.SIGCONT)
-    server.wait_for(lambda: all(worker["state"] == "ready" for worker in server.call("/status")[1]["workers"]))
+    before, lives = incarnations(server), gateways(server)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_all, proxy, wanted)
+        time.sleep(0.3)
+        os.kill(lives[0]["pid"], signal.SIGSTOP)
+        stormy = asking.result(PATIENCE_S)
+    for quiet, loud in zip(calm, stormy, strict=True):
+        assert {index: answer.text for index, answer in loud.answers.items()} == {
+            index: answer.text for index, answer in quiet.answers.items()
+        }
+        assert loud.ends == 1
+    server.wait_for(lambda: two(server) and gateways(server) != lives)
     assert incarnations(server) == before
 
 
@@ -221,5 +238,25 @@ def test_a_model_that_does_not_fit_is_one_line_and_nothing_is_left(model, cache)
         _, errors = server.process.communicate(timeout=PATIENCE_S)
         assert server.process.returncode == 4
         assert [line for line in errors.splitlines() if line.startswith("relay: ")] != []
+    finally:
+        server.close()
+
+
+def test_a_drain_reaches_every_gateway(model, cache):
+    server = Serve(model, cache, *ARGUMENTS, "--decode", "2").ready()
+    try:
+        command = [sys.executable, "-m", "relay.cli.main", "drain", "decode-1", "--url", server.url]
+        subprocess.run(command, check=True, timeout=PATIENCE_S, env=ENVIRONMENT)
+        victim = gateways(server)[0]["pid"]
+        os.kill(victim, signal.SIGKILL)  # its next life must know too
+        server.wait_for(lambda: two(server) and victim not in [life["pid"] for life in gateways(server)])
+        states: dict[str, str] = {}
+
+        def all_know() -> bool:
+            status = server.call("/status")[1]  # from whichever gateway answers
+            states[status["gateway"]] = next(w["state"] for w in status["workers"] if w["id"] == "decode-1")
+            return states == {"gateway-0": "stopped", "gateway-1": "stopped"}
+
+        server.wait_for(all_know)
     finally:
         server.close()

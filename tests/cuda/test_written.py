@@ -1,0 +1,78 @@
+"""Which event a read of the cache waits for, with events that only know when they were recorded."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from relay.kernels.backend import Batch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+written = pytest.importorskip("relay.kernels.cuda.written")
+
+
+class Event:
+    clock = 0
+
+    def record(self) -> None:
+        Event.clock += 1
+        self.at = Event.clock
+
+
+def batch(first: int, count: int, blocks: list[int]) -> Batch:
+    return Batch(
+        token_ids=np.zeros(count, np.int32),
+        positions=np.arange(first, first + count, dtype=np.int32),
+        row_starts=np.array([0, count], np.int32),
+        slots=np.zeros(1, np.int32),
+        block_tables=np.array([blocks], np.int32),
+        sampled_rows=np.zeros(0, np.int32),
+    )
+
+
+def times(events: list[Event]) -> list[int]:
+    return [event.at for event in events]
+
+
+def test_a_read_waits_for_the_step_that_wrote_its_blocks() -> None:
+    with mock.patch.object(torch.cuda, "Event", Event):
+        Event.clock = 0
+        events = written.LayerEvents((3, 7), num_blocks=8, block_size=16)
+        mine, other = np.array([1, 2]), np.array([5])
+        assert events.of(0, mine, 0, 20) == []
+        events.begin(batch(0, 20, [1, 2]))
+        events.ran(0, 3)  # layer 0 at time 1
+        events.ran(3, 9)  # layer 1 at time 2
+        events.begin(batch(0, 16, [5]))
+        events.ran(0, 9)  # both at time 3
+        assert times(events.of(0, mine, 0, 20)) == [1]
+        assert times(events.of(1, mine, 0, 20)) == [2]
+        assert times(events.of(1, other, 0, 16)) == [3]
+
+
+def test_a_step_that_has_not_come_to_the_layer_does_not_hide_what_was_written_before() -> None:
+    with mock.patch.object(torch.cuda, "Event", Event):
+        Event.clock = 0
+        events = written.LayerEvents((3, 7), num_blocks=8, block_size=16)
+        table = np.array([1, 2])
+        events.begin(batch(0, 20, [1, 2]))
+        events.ran(0, 9)  # time 1
+        events.begin(batch(20, 5, [1, 2]))  # goes on in block 2
+        events.ran(0, 3)  # layer 0 at time 2
+        assert times(events.of(0, table, 0, 20)) == [2]
+        assert times(events.of(1, table, 0, 20)) == [1], "positions 16 to 19 of layer 1 were written by the first step"
+        events.copied()  # time 3
+        assert times(events.of(1, table, 0, 20)) == [1, 3]
+
+
+def test_events_of_steps_long_ago_are_not_waited_for() -> None:
+    with mock.patch.object(torch.cuda, "Event", Event):
+        events = written.LayerEvents((3,), num_blocks=8, block_size=16)
+        events.begin(batch(0, 4, [1]))
+        events.ran(0, 3)
+        for _ in range(written.KEPT):
+            events.begin(batch(0, 4, [2]))
+            events.ran(0, 3)
+        assert events.of(0, np.array([1]), 0, 4) == []
+        assert len(events.of(0, np.array([2]), 0, 4)) == 1
