@@ -182,6 +182,12 @@ class Checkers:
         limits = state.config.admission
         if state.queue.num_new > limits.max_num_queued_reqs or state.queue.num_new < 0:
             raise Violation("I10", f"{state.queue.num_new} sequences wait, the bound is {limits.max_num_queued_reqs}")
+        new = [choice for choice in state.queue if not choice.num_attempts]
+        tokens = sum(len(choice.request.submission.token_ids) for choice in new)
+        if (len(new), tokens) != (state.queue.num_new, state.queue.num_new_tokens):
+            raise Violation("core", f"{len(new)} new sequences with {tokens} tokens wait, the queue miscounts them")
+        if tokens > limits.max_num_queued_tokens:
+            raise Violation("I10", f"{tokens} tokens wait, the bound is {limits.max_num_queued_tokens}")
         for worker in state.workers.values():
             if len(worker.live) > worker.max_live:
                 raise Violation("I10", f"{worker.id} has {len(worker.live)} of {worker.max_live} sequences")
