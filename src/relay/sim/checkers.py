@@ -119,6 +119,9 @@ class Checkers:
                 spoken_of = self._choice(entry.request, entry.choice)
                 if spoken_of is not None:
                     self._committed(spoken_of, commands)
+            for command in commands:
+                if type(command) is c.Deliver:
+                    self._agreement.delivered(command.request, command.delivery, event.message)
         else:
             self._core_state(node)
         self._bounds(node)

@@ -36,7 +36,11 @@ INVARIANTS = (
         "I4",
         "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
         "Hedges and resumes rest on exactness, so a machine that computes wrongly must be heard of and not outvoted.",
-        ("sim/agreement.py: Agreement.heard", "sim/checkers.py: Checkers.after_gateway"),
+        (
+            "sim/agreement.py: Agreement.heard",
+            "sim/agreement.py: Agreement.delivered",
+            "sim/checkers.py: Checkers.after_gateway",
+        ),
     ),
     Invariant(
         "I5",

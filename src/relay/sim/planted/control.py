@@ -196,6 +196,14 @@ def _numerics_differ(original: Any) -> Any:
     return first
 
 
+def _cached_untold(original: Any) -> Any:
+    def first(path: TokenPath, choice: Choice, worker: Worker, entry: Any) -> int:
+        original(path, choice, worker, entry)
+        return 0
+
+    return first
+
+
 def _old_lives_may_connect(original: Any) -> Any:
     """The incarnation of a hello is not looked at."""
 
@@ -272,6 +280,7 @@ TABLE = (
     Mutant("backlog not given back", "I8", Worker, "unbook", _unbooked),
     Mutant("promises of ended work are kept", "I8", Worker, "stop_expecting", nothing),
     Mutant("queue without a bound", "I10", admission, "_overload", _queue_unbounded),
+    Mutant("cached tokens are not told", "I4", TokenPath, "_first", _cached_untold),
     Mutant("several choices queue as one", "I10", admission, "_overload", _tokens_of_one_choice),
     Mutant("crashes are never blamed", "I11", Blame, "accuse", nothing),
     Mutant("everyone in flight is blamed", "I11", Blame, "accuse", _blame_everyone),

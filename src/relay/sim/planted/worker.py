@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from relay.sim import kv_link
 from relay.sim.planted.mutant import Mutant, nothing
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
+from relay.worker import core
 from relay.worker.announce import Announcer
 from relay.worker.core import WorkerCore
 from relay.worker.table import HeldTable
@@ -100,11 +103,18 @@ def _drains_at_once(original: Any) -> Any:
     return drain
 
 
+def _handoff_without_cached(original: Any) -> Any:
+    """D cannot say how much of the prompt P had in its cache."""
+
+    return lambda update: structs.replace(original(update), cached_tokens=0)
+
+
 def _any_hello(original: Any) -> Any:
     return lambda ours, theirs: ""
 
 
 TABLE = (
+    Mutant("a handoff does not tell of the cache", "I4", core, "handoff_of", _handoff_without_cached),
     Mutant("partial coverage accepted", "I7", Receiver, "covered", _handoff_is_enough),
     Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
     Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
