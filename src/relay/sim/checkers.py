@@ -113,15 +113,15 @@ class Checkers:
             waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
             if now != before and not waited and not self._ended_by_others(choice):
                 raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
-        touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
-        if touched:
-            for entry in event.message.entries:  # type: ignore[union-attr]
+        message = event.message if type(event) is e.WorkerMessage else None
+        if type(message) is Tokens:
+            for entry in message.entries:
                 spoken_of = self._choice(entry.request, entry.choice)
                 if spoken_of is not None:
                     self._committed(spoken_of, commands)
             for command in commands:
                 if type(command) is c.Deliver:
-                    self._agreement.delivered(command.request, command.delivery, event.message)
+                    self._agreement.delivered(command.request, command.delivery, message)
         else:
             self._core_state(node)
         self._bounds(node)

@@ -72,6 +72,18 @@ def _handoff_is_enough(original: Any) -> Any:
     return property(lambda receiver: True)
 
 
+def _any_end(original: Any) -> Any:
+    """Where a range of KV ends is not looked at."""
+
+    def admit(receiver: Receiver, header: Any, now_ns: int) -> bool:
+        order = receiver.order
+        if header.first_token + header.token_count > order.num_tokens:
+            return receiver._hear(header, now_ns)
+        return bool(original(receiver, header, now_ns))
+
+    return admit
+
+
 def _no_window(original: Any) -> Any:
     """What is on its way does not count."""
 
@@ -118,6 +130,7 @@ TABLE = (
     Mutant("partial coverage accepted", "I7", Receiver, "covered", _handoff_is_enough),
     Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
     Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
+    Mutant("KV above the end accepted", "I7", Receiver, "admit", _any_end),
     Mutant("checksums not verified", "I7", kv_link, "verify", nothing),
     Mutant("preempted prompts not announced anew", "I7", Announcer, "preempted", _forgets_nothing),
     Mutant("stale epoch accepted", "I18", Receiver, "_hear", _epoch_ignored),
