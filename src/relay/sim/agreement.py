@@ -1,11 +1,13 @@
 """I4: whatever an attempt says of a position, winner or not, is what every other attempt says of it: token and logprobs.
 
 The oracle stands for all of them. So an attempt that is over, or a hedge that loses, is checked too, though nobody listens to it.
+How much of a prompt came from a cache no oracle knows: P and D of an attempt say the same of it, and the client is told that.
 """
 
 from typing import TYPE_CHECKING
 
-from relay.ids import WorkerKey
+from relay.control.contract import Delivery
+from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import TokenEntry, Tokens
 from relay.sim.kernel import Violation
 
@@ -18,13 +20,41 @@ class Agreement:
 
     def __init__(self, world: "World") -> None:
         self._world = world
+        self._cached: dict[SequenceKey, int] = {}  # what was said with the first token of an attempt
 
     def heard(self, worker: WorkerKey, message: Tokens) -> None:
+        for entry in message.entries:
+            if entry.position == 0:
+                self._hear_cached(worker, entry)
         numerics = self._numerics(worker)
         if numerics is None or self._world.wrong_machines:
             return
         for entry in message.entries:
             self._compare(worker, numerics, entry)
+
+    def delivered(self, request: int, delivery: Delivery, message: Tokens) -> None:
+        """``delivery`` is what the gateway made of ``message``."""
+        num_prompt = len(self._world.clients[request].submission.token_ids)
+        said = [
+            min(entry.cached_tokens, num_prompt)  # an orphan that was a resumed attempt had more than the prompt
+            for entry in message.entries
+            if (entry.request, entry.choice, entry.position) == (request, delivery.choice, 0)
+        ]
+        if delivery.position:
+            said = [0]
+        if delivery.cached_tokens not in said:
+            text = f"{delivery.cached_tokens} cached tokens at position {delivery.position}, its worker said {said}"
+            raise Violation("I4", f"request {request}.{delivery.choice} is told of {text}")
+        if delivery.cached_tokens:
+            self._world.kernel.sometimes("cached tokens told")
+
+    def _hear_cached(self, worker: WorkerKey, entry: TokenEntry) -> None:
+        key = SequenceKey(entry.request, entry.choice, entry.attempt)
+        said = self._cached.setdefault(key, entry.cached_tokens)
+        if said != entry.cached_tokens:
+            raise Violation(
+                "I4", f"{key}: {worker.worker} says {entry.cached_tokens} tokens were cached, it was {said} before"
+            )
 
     def _numerics(self, worker: WorkerKey) -> str | None:
         world = self._world

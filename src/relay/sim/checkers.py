@@ -113,12 +113,15 @@ class Checkers:
             waited = before[1] is ChoiceState.WAITING  # then the queue may have let it go after this event
             if now != before and not waited and not self._ended_by_others(choice):
                 raise Violation("I3", f"{choice} was {before[1].value}, and moved by an attempt that is over")
-        touched = type(event) is e.WorkerMessage and type(event.message) is Tokens
-        if touched:
-            for entry in event.message.entries:  # type: ignore[union-attr]
+        message = event.message if type(event) is e.WorkerMessage else None
+        if type(message) is Tokens:
+            for entry in message.entries:
                 spoken_of = self._choice(entry.request, entry.choice)
                 if spoken_of is not None:
                     self._committed(spoken_of, commands)
+            for command in commands:
+                if type(command) is c.Deliver:
+                    self._agreement.delivered(command.request, command.delivery, message)
         else:
             self._core_state(node)
         self._bounds(node)
@@ -182,6 +185,12 @@ class Checkers:
         limits = state.config.admission
         if state.queue.num_new > limits.max_num_queued_reqs or state.queue.num_new < 0:
             raise Violation("I10", f"{state.queue.num_new} sequences wait, the bound is {limits.max_num_queued_reqs}")
+        new = [choice for choice in state.queue if not choice.num_attempts]
+        tokens = sum(len(choice.request.submission.token_ids) for choice in new)
+        if (len(new), tokens) != (state.queue.num_new, state.queue.num_new_tokens):
+            raise Violation("core", f"{len(new)} new sequences with {tokens} tokens wait, the queue miscounts them")
+        if tokens > limits.max_num_queued_tokens:
+            raise Violation("I10", f"{tokens} tokens wait, the bound is {limits.max_num_queued_tokens}")
         for worker in state.workers.values():
             if len(worker.live) > worker.max_live:
                 raise Violation("I10", f"{worker.id} has {len(worker.live)} of {worker.max_live} sequences")

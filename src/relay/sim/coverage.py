@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from relay.sim import moments
+from relay.sim.forgery import FORGERIES
 from relay.sim.moments import MOMENTS
 from relay.sim.swarm import FAULTS
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 Cell = tuple[str, str]  # (fault, moment)
 
-KV_DAMAGE = ("kv_corrupt", "kv_truncate", "kv_lose", "kv_repeat")
+KV_DAMAGE = ("kv_corrupt", "kv_truncate", "kv_lose", "kv_repeat", "kv_forge")
 
 IMPOSSIBLE: dict[Cell, str] = {
     **{
@@ -53,6 +54,7 @@ SOMETIMES = (
     "kv frame lost",
     "kv frame repeated",
     "kv frame truncated",
+    *[f"malformed KV: {way}" for way in FORGERIES],
     "preempted",
     "refused: context_length_exceeded",
     "refused: kv_cache_exceeded",

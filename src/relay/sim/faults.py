@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from relay.sim.forgery import FORGERIES
 from relay.sim.outages import OUTAGES
 from relay.sim.strangers import visit
 from relay.sim.swarm import MS
@@ -203,6 +204,13 @@ def _kv_repeat(world: "World") -> bool:
     return True
 
 
+def _kv_forge(world: "World") -> bool:
+    ways = list(FORGERIES)
+    first = world.kernel.tape.below(len(ways), "forgery")
+    world.network.forge_next_kv.append(ways[first:] + ways[:first])
+    return True
+
+
 def _gateway_stall(world: "World") -> bool:
     awake = [gateway for gateway in world.gateways.values() if gateway.alive and not gateway.stopped]
     if not awake:
@@ -282,6 +290,7 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "kv_truncate": _kv_truncate,
     "kv_lose": _kv_lose,
     "kv_repeat": _kv_repeat,
+    "kv_forge": _kv_forge,
     "gateway_stall": _gateway_stall,
     "client_disconnect": _client_disconnect,
     "drain": _drain,

@@ -36,7 +36,11 @@ INVARIANTS = (
         "I4",
         "attempts agree on every position, token and logprobs; a disagreement is an alarm, never silently resolved",
         "Hedges and resumes rest on exactness, so a machine that computes wrongly must be heard of and not outvoted.",
-        ("sim/agreement.py: Agreement.heard", "sim/checkers.py: Checkers.after_gateway"),
+        (
+            "sim/agreement.py: Agreement.heard",
+            "sim/agreement.py: Agreement.delivered",
+            "sim/checkers.py: Checkers.after_gateway",
+        ),
     ),
     Invariant(
         "I5",
@@ -54,7 +58,7 @@ INVARIANTS = (
         "I7",
         "decode reads a block only if complete, verified, of the right fingerprint and epoch",
         "KV that is partly there, damaged or somebody else's gives fluent garbage that nothing later can notice.",
-        ("sim/checkers.py: Checkers._received",),
+        ("sim/checkers.py: Checkers._received", "sim/forgery.py: admitted"),
     ),
     Invariant(
         "I8",

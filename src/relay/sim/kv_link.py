@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from relay.clock import Clock
+from relay.sim.forgery import admitted, forged
 from relay.sim.network import Network, Side
 from relay.transfer.contract import (
     Identity,
@@ -201,7 +202,7 @@ class OutboundLink:
                     header.layer, sending.block_table, header.first_token, header.token_count, memoryview(raw)
                 )
                 payload = bytes(raw)
-            side.send(frame(header, payload))
+            side.send(frame(*forged(self._transport.network, side, header, payload, sending.sender.order)))
 
 
 class InboundLink:
@@ -265,6 +266,7 @@ class InboundLink:
         now_ns = self._transport.clock.now_ns()
         if header.kind is Kind.KV:
             if receiver.admit(header, now_ns):
+                admitted(header, receiver.order)
                 self._transport.store.write_kv(
                     header.layer, reception.block_table, header.first_token, header.token_count, memoryview(payload)
                 )

@@ -68,11 +68,16 @@ class Network:
         self.truncate_next_kv = 0
         self.lose_next_kv = 0
         self.repeat_next_kv = 0
+        self.forge_next_kv: list[list[str]] = []  # of each the first that can be made, see ``sim/forgery.py``
         self.repeat_next_control: dict[str, int] = {}  # host → messages of it that will come twice
         self._blocked: dict[tuple[str, str], int] = {}  # (from, to) → partitions that cover it
         self._listeners: dict[str, tuple[str, Callable[[Side], None]]] = {}
         self.sides: dict[int, Side] = {}
         self._next = 1
+
+    def sometimes(self, name: str) -> None:
+        """An interesting thing that happens on a connection."""
+        self._kernel.sometimes(name)
 
     def handled(self) -> None:
         """An end of a connection takes a message."""

@@ -58,6 +58,7 @@ FAULTS = (
     "clock_jump",
     "slow_reader",
     "client_retry",
+    "kv_forge",
 )
 HARMLESS = (
     "stranger",

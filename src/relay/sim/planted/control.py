@@ -1,5 +1,6 @@
 """Bugs in the gateway's core."""
 
+from dataclasses import replace
 from typing import Any
 
 from relay.config import SECOND
@@ -114,6 +115,18 @@ def _queue_unbounded(original: Any) -> Any:
     return lambda state, submission: None
 
 
+def _tokens_of_one_choice(original: Any) -> Any:
+    """The prompt of a request of several choices counts once, though each of them waits with it."""
+
+    def overload(state: ClusterState, submission: Any) -> Any:
+        failure = original(state, replace(submission, n=1))
+        if failure is None and state.queue.num_new + submission.n > state.config.admission.max_num_queued_reqs:
+            failure = original(state, submission)
+        return failure
+
+    return overload
+
+
 def _frozen_is_fine(original: Any) -> Any:
     def heartbeat(membership: Membership, worker: Worker, beat: Any, now_ns: int) -> None:
         beat.engine_state = "S"
@@ -179,6 +192,14 @@ def _numerics_differ(original: Any) -> Any:
         cached: int = original(path, choice, worker, entry)
         choice.request.numerics_id = None
         return cached
+
+    return first
+
+
+def _cached_untold(original: Any) -> Any:
+    def first(path: TokenPath, choice: Choice, worker: Worker, entry: Any) -> int:
+        original(path, choice, worker, entry)
+        return 0
 
     return first
 
@@ -259,6 +280,8 @@ TABLE = (
     Mutant("backlog not given back", "I8", Worker, "unbook", _unbooked),
     Mutant("promises of ended work are kept", "I8", Worker, "stop_expecting", nothing),
     Mutant("queue without a bound", "I10", admission, "_overload", _queue_unbounded),
+    Mutant("cached tokens are not told", "I4", TokenPath, "_first", _cached_untold),
+    Mutant("several choices queue as one", "I10", admission, "_overload", _tokens_of_one_choice),
     Mutant("crashes are never blamed", "I11", Blame, "accuse", nothing),
     Mutant("everyone in flight is blamed", "I11", Blame, "accuse", _blame_everyone),
     Mutant("suspects do not step alone", "I11", Suspicion, "solo_until", _together),

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from relay.sim import kv_link
 from relay.sim.planted.mutant import Mutant, nothing
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
+from relay.worker import core
 from relay.worker.announce import Announcer
 from relay.worker.core import WorkerCore
 from relay.worker.table import HeldTable
@@ -69,6 +72,18 @@ def _handoff_is_enough(original: Any) -> Any:
     return property(lambda receiver: True)
 
 
+def _any_end(original: Any) -> Any:
+    """Where a range of KV ends is not looked at."""
+
+    def admit(receiver: Receiver, header: Any, now_ns: int) -> bool:
+        order = receiver.order
+        if header.first_token + header.token_count > order.num_tokens:
+            return receiver._hear(header, now_ns)
+        return bool(original(receiver, header, now_ns))
+
+    return admit
+
+
 def _no_window(original: Any) -> Any:
     """What is on its way does not count."""
 
@@ -100,14 +115,22 @@ def _drains_at_once(original: Any) -> Any:
     return drain
 
 
+def _handoff_without_cached(original: Any) -> Any:
+    """D cannot say how much of the prompt P had in its cache."""
+
+    return lambda update: structs.replace(original(update), cached_tokens=0)
+
+
 def _any_hello(original: Any) -> Any:
     return lambda ours, theirs: ""
 
 
 TABLE = (
+    Mutant("a handoff does not tell of the cache", "I4", core, "handoff_of", _handoff_without_cached),
     Mutant("partial coverage accepted", "I7", Receiver, "covered", _handoff_is_enough),
     Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
     Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
+    Mutant("KV above the end accepted", "I7", Receiver, "admit", _any_end),
     Mutant("checksums not verified", "I7", kv_link, "verify", nothing),
     Mutant("preempted prompts not announced anew", "I7", Announcer, "preempted", _forgets_nothing),
     Mutant("stale epoch accepted", "I18", Receiver, "_hear", _epoch_ignored),

@@ -1,8 +1,12 @@
 """Scenarios about KV on its way from P to D."""
 
+from dataclasses import replace
+
+from relay.config import BreakerConfig
 from relay.sim.clients import Client
 from relay.sim.engine import TICK_NS
-from relay.sim.scenarios.stage import Scenario, Stage, cluster, scheduler
+from relay.sim.forgery import FORGERIES
+from relay.sim.scenarios.stage import Scenario, Stage, cluster, control, scheduler
 from relay.sim.swarm import MS
 from relay.worker.core import WorkerConfig
 from relay.worker.held import HeldState
@@ -49,6 +53,19 @@ def _partial_kv(stage: Stage) -> None:
         again = f"attempt {attempt + 1}:" in stage.story(client)
         stage.require(again, f"{blow}: attempt {attempt} went on from a part of its KV")
         stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
+
+
+def _malformed_kv(stage: Stage) -> None:
+    for salt, way in enumerate(FORGERIES):
+        stage.finish(stage.submit(prompt=48, max_tokens=1, shared=48))  # what D has of this need not be sent
+        client = stage.submit(prompt=90, max_tokens=6, salt=salt, shared=48)
+        stage.until(lambda: _streaming(stage, "decode-0"), "D receives KV")
+        stage.fault("kv_forge", "decode-0")
+        stage.world.network.forge_next_kv.append([way])
+        stage.until(lambda: not stage.world.network.forge_next_kv, f"P sends {way}")
+        stage.finish(client)
+        stage.require("malformed KV frame" in stage.story(client), f"{way}: D did not give the transfer up")
+    stage.require(not stage.counter("workers_lost"), "a worker was lost because of a malformed frame")
 
 
 def _stranded_lease(stage: Stage) -> None:
@@ -122,6 +139,13 @@ SCENARIOS = (
         "D never computes from what came, and the request is answered by another attempt",
         cluster(1, 1),
         _partial_kv,
+    ),
+    Scenario(
+        "malformed-kv",
+        "the fault matrix of this project: a P with a bug, or one that lies, says where D shall write",
+        "P names a layer, heads, tokens or a size that D has made no room for, one after another: D stores none and asks anew",
+        cluster(1, 1, control=replace(control(), breaker=BreakerConfig(min_failures=20))),
+        _malformed_kv,
     ),
     Scenario(
         "stranded-kv-lease",
