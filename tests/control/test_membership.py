@@ -254,7 +254,7 @@ def test_own_stall_is_not_the_death_of_others() -> None:
 
 def test_a_stall_too_short_to_be_counted_is_nobodys_death_either() -> None:
     """Found by `relay sim --seed 3526`: with such deadlines the worker had been silent for long enough before it was over."""
-    config = ControlConfig(detector=DetectorConfig(suspect_after_s=0.6, dead_after_s=0.6, own_stall_s=0.5))
+    config = ControlConfig(detector=DetectorConfig(suspect_after_s=0.6, dead_after_s=0.6, own_stall_s=0.6))
     world = World(first, ONE, config).ready()
     world.advance(until_ns=SECOND)
     heard_ns = world.core.state.workers["worker-0"].heard_ns
