@@ -10,6 +10,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
-    """In the child before it runs: nothing of a run survives it, however it ends."""
+def _die_with_parent(parent: int) -> None:
+    """In the child before it runs: nothing of a run survives it, however and whenever it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
 
 
 def free_port(count: int = 1) -> int:
@@ -75,7 +78,7 @@ class Server:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_die_with_parent, os.getpid()),
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
