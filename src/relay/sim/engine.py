@@ -17,6 +17,7 @@ from relay.sim.kernel import Kernel
 from relay.sim.kv_link import SimTransport
 from relay.sim.network import Network
 from relay.sim.process import Process
+from relay.sim.seldom import watch_engine
 from relay.sim.swarm import Swarm
 from relay.transfer.contract import Identity, ReceiveCompleted
 from relay.worker.commands import (
@@ -93,6 +94,7 @@ class EngineProcess(Process):
         self.runner = Runner(self.backend, PROGRAM, limits)
         self.scheduler = Scheduler(limits, numerics)
         self.core = WorkerCore(swarm.worker, self.scheduler, self.runner.kv_digests)
+        watch_engine(kernel, self.scheduler, self.core)
         identity = Identity(key.worker, key.incarnation, MODEL_DIGEST, numerics, LAYOUT)
         self.transport = SimTransport(network, identity, self.backend, self.post, swarm.transfer, self, self.guard)
         self._steps = StepThread(self.runner, self.transport, LAYERS, self.page, self.post, self)

@@ -39,7 +39,8 @@ def forged(network: Network, side: Side, header: Header, payload: bytes, order: 
     waiting = network.forge_next_kv
     if not waiting or header.kind is not Kind.KV:
         return header, payload
-    way = next((way for way in waiting[0] if way != BEFORE or order.first_token), "")
+    ways = waiting[0]
+    way = BEFORE if order.first_token and BEFORE in ways else next((way for way in ways if way != BEFORE), "")
     if not way:
         return header, payload
     del waiting[0]

@@ -18,6 +18,7 @@ from relay.sim.engine import MODEL_DIGEST
 from relay.sim.kernel import Kernel
 from relay.sim.network import Network, Side
 from relay.sim.process import Process
+from relay.sim.seldom import watch_gateway
 from relay.sim.swarm import Swarm
 
 HOST = "gateway"
@@ -92,6 +93,7 @@ class GatewayNode(Process):
         )
         model = ModelInfo("hash", MODEL_DIGEST, "", VOCAB, swarm.scheduler.max_model_len, 0, (0,))
         self.core = GatewayCore(control, model, swarm.slots)
+        watch_gateway(kernel, self.core)
         self.connections: dict[int, _Connection] = {}
         self._bound: dict[tuple[WorkerKey, str], _Connection] = {}
         self.timers: dict[e.TimerKey, int] = {}

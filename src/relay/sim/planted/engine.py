@@ -103,7 +103,18 @@ def _never_evicted(original: Any) -> Any:
     return lambda cache, block: None
 
 
+def _adopts_unheld(original: Any) -> Any:
+    """A block that came meanwhile is used, and may be given to others nevertheless."""
+
+    def adopt(space: KvSpace, sequence: Any, index: int, block: int, after_step: int) -> None:
+        space.pool.release((sequence.blocks[index],), after_step)
+        sequence.blocks[index] = block
+
+    return adopt
+
+
 TABLE = (
+    Mutant("adopted blocks are not held", "I9", KvSpace, "adopt", _adopts_unheld),
     Mutant("blocks named by their tokens alone", "I1", PrefixCache, "lookup", _last_token_from_cache),
     Mutant("evicted blocks keep their names", "I1", PrefixCache, "forget", _never_evicted),
     Mutant("one token too many copied", "I1", KvSpace, "copy_source", _copies_too_much),

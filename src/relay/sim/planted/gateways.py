@@ -73,7 +73,18 @@ def _cut_is_death(original: Any) -> Any:
     return lose
 
 
+def _both_orphans_stay(original: Any) -> Any:
+    """What has to make way for another orphan of its key goes on, and nobody knows of it."""
+
+    def add(orphans: Orphans, held: Any, until_ns: int) -> list[Any]:
+        original(orphans, held, until_ns)
+        return []
+
+    return add
+
+
 TABLE = (
+    Mutant("what makes way for an orphan goes on", "I8", Orphans, "add", _both_orphans_stay),
     Mutant("an adopted stream begins one late", "I16", TokenLog, "entry", _one_late),
     Mutant("orphans are dropped at once", "I16", Custody, "gateway_lost", _dropped_at_once),
     Mutant("orphans are never freed", "I8", Orphans, "expired", _never_expired),

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster
+from relay.sim.seldom import ORPHANS_OF_ONE_KEY
 from relay.sim.swarm import MS
 from relay.worker.core import WorkerConfig
+from relay.worker.held import HeldState
 
 PAIR = ("gateway-0", "gateway-1")
 HOLD_MS = 1500
@@ -65,6 +67,21 @@ def _gateways_stay_away(stage: Stage) -> None:
     )
 
 
+def _orphaned_twice(stage: Stage) -> None:
+    client = stage.submit(prompt=100, max_tokens=12)
+    decode = stage.decode_of(client)
+    held_back = stage.partition(("prefill-0", decode))  # so nobody can take over what is not there yet
+    for gateway in PAIR:
+        stage.until(lambda: client.gateway == gateway, f"the client is with {gateway}")  # noqa: B023
+        stage.until(lambda: stage.holds(decode, client, HeldState.RESERVED), "D has made room")
+        stage.kill_gateway(gateway, 50)
+    stage.wait(2)
+    held_back()
+    stage.finish(client)
+    stage.require(stage.kernel.counts[ORPHANS_OF_ONE_KEY] > 0, "D never had two orphans of one request")
+    stage.until(stage.all_idle, "nothing is kept of either", HOLD_MS + 200)
+
+
 def _cut_connection(stage: Stage) -> None:
     clients = _busy(stage, 4)
     before = stage.incarnations()
@@ -98,6 +115,13 @@ SCENARIOS = (
         "A gateway is killed and its clients are gone too: what it had ordered is freed when the hold is over.",
         _SWARM,
         _nobody_comes_back,
+    ),
+    Scenario(
+        "orphaned-twice",
+        "The second front end dies too, before the worker that both had asked has begun: it holds the same request twice.",
+        "Both gateways die while D waits for the same prompt's KV, first for one and then for the other: one of the two is kept.",
+        replace(_SWARM, slots=cluster(1, 1).slots),
+        _orphaned_twice,
     ),
     Scenario(
         "gateways-stay-away",

@@ -156,6 +156,7 @@ class Stage:
         logprobs: int | None = None,
         poison: bool = False,
         late: int | None = None,
+        gateway: str = "",
     ) -> Client:
         """A request of ``prompt`` tokens, of which ``shared`` are those of every other one; ``salt`` makes the rest its own.
 
@@ -167,7 +168,8 @@ class Stage:
         params = SamplingParams(max_tokens=max_tokens, seed=salt if late is None else LATE + late, logprobs=logprobs)
         self._submitted += 1
         submission = Submission(token_ids, params, n, resume_key=self._submitted.to_bytes(16, "big"))
-        return self.world.submit(submission, Expectation(poison=poison, faults_before=self.world.num_faults))
+        expectation = Expectation(poison=poison, faults_before=self.world.num_faults)
+        return self.world.submit(submission, expectation, self.world.gateways[gateway or self.world.gateway.host])
 
     def disconnect(self, client: Client) -> None:
         if client.open:

@@ -7,6 +7,7 @@ from relay.sim.clients import Client
 from relay.sim.engine import TICK_NS
 from relay.sim.forgery import FORGERIES
 from relay.sim.scenarios.stage import Scenario, Stage, cluster, control, scheduler
+from relay.sim.seldom import BLOCK_ADOPTED
 from relay.sim.swarm import MS
 from relay.worker.core import WorkerConfig
 from relay.worker.held import HeldState
@@ -66,6 +67,16 @@ def _malformed_kv(stage: Stage) -> None:
         stage.finish(client)
         stage.require("malformed KV frame" in stage.story(client), f"{way}: D did not give the transfer up")
     stage.require(not stage.counter("workers_lost"), "a worker was lost because of a malformed frame")
+
+
+def _computed_meanwhile(stage: Stage) -> None:
+    for salt in range(3):
+        first = stage.submit(prompt=100, max_tokens=4, salt=salt)
+        stage.until(lambda: _streaming(stage, "decode-0", 25), "D has received a half of the KV")
+        stage.terminate("prefill-0")  # it sends what it has begun, but takes nothing more
+        stage.finish(first, stage.submit(prompt=100, max_tokens=4, salt=salt, gateway="gateway-1"))
+        stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
+    stage.require(stage.kernel.counts[BLOCK_ADOPTED] > 0, "no block came while another sequence was to compute it")
 
 
 def _stranded_lease(stage: Stage) -> None:
@@ -146,6 +157,15 @@ SCENARIOS = (
         "P names a layer, heads, tokens or a size that D has made no room for, one after another: D stores none and asks anew",
         cluster(1, 1, control=replace(control(), breaker=BreakerConfig(min_failures=20))),
         _malformed_kv,
+    ),
+    Scenario(
+        "computed-meanwhile",
+        "the fault matrix of this project: a block is computed, or received, for one sequence while another one is half-way there",
+        "for one gateway D computes in small chunks what P is just sending it for another: it goes on behind the blocks that came",
+        cluster(
+            1, 1, scheduler=scheduler(max_num_batched_tokens=16), gateways=("gateway-0", "gateway-1"), step_ns=8 * MS
+        ),
+        _computed_meanwhile,
     ),
     Scenario(
         "stranded-kv-lease",
