@@ -36,8 +36,14 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
             "quarantined": client.expectation.poison or world.faults["crash_engine"] > 0,
             # An upgrade by itself ends no stream, where there is another worker to keep the old numerics for it. Crashes do:
             # what starts again computes as the new version does, whoever has ended it.
+            # A limit (docs/failure-model.md): the last worker of old numerics waits only for the gateway that was told.
             "numerics_changed": len(world.numerics) > 1
-            and (world.num_faults > 0 or world.poison_crashes > 0 or len(world.swarm.slots) == 1),
+            and (
+                world.num_faults > 0
+                or world.poison_crashes > 0
+                or len(world.swarm.slots) == 1
+                or client.gateway != world.swarm.gateways[0]  # which is given all orders
+            ),
             "no_workers": disturbed,
             "retries_exhausted": disturbed or client.expectation.poison,
             "token_disagreement": world.wrong_machines > 0,
