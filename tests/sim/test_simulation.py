@@ -216,7 +216,7 @@ def test_json_of_a_sweep(capsys) -> None:
 
 
 def test_a_time_limit_ends_a_sweep_and_says_how_to_see_it_again(capsys) -> None:
-    assert main.run(["sim", "--time-limit", "0.2", "--fresh", "--jobs", "1"]) == 0
+    assert main.run(["sim", "--time-limit", "3", "--fresh", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     first = int(out.split("seeds (")[1].split(" ")[0])
     assert first >= 1 << 20
