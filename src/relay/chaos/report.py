@@ -1,10 +1,8 @@
 """The report of a run: cells added up, waits as percentiles, and what makes it a failure."""
 
-import platform
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,6 +10,7 @@ from relay import __version__
 from relay.chaos.oracle import Calm
 from relay.chaos.settings import CellResult
 from relay.record.commit import commit
+from relay.record.machine import machine
 
 SHOWN_PROBLEMS = 200
 REPLAYED = ("recordings", "replayed", "replayed_events")
@@ -104,17 +103,3 @@ def _calm(costs: list[Calm], tokens: list[int]) -> dict[str, float | None]:
         "resumed_tokens_p50": middle,
         "reprefill_and_step_ms_p50": None if middle is None else round((middle * token_s + step_s) * 1e3, 2),
     }
-
-
-def machine() -> str:
-    """Processor and cores, in one line."""
-    model = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.machine(),
-    )
-    cores = sum(line.startswith("processor") for line in _lines("/proc/cpuinfo"))
-    return f"{model}, {cores} cores"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import secrets
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from relay.cli.sim_scenarios import play
 from relay.errors import UsageError
 from relay.record.commit import commit
 from relay.record.frames import BadRecording, Recording, read
+from relay.record.machine import machine
 from relay.sim import coverage
 from relay.sim.director import directed as directed_edits
 from relay.sim.moments import MOMENTS
@@ -230,7 +232,8 @@ def _sweep(
     if shrinks and total.failures:
         _shrunk(total.failures[0])
     if as_json:
-        click.echo(json.dumps(total.summary()))
+        where = {"machine": machine(), "python": platform.python_version(), "commit": commit()}
+        click.echo(json.dumps({**total.summary(), **where}))
     else:
         _print(total, fill)
     incomplete = fill and (total.zero_cells or coverage.missing(total.counts)) and time_limit is None
