@@ -27,6 +27,7 @@ from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.events import GatewayConnected, OrderReceived, StepFinished, TimerFired
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
+from relay.worker.transfer_commands import carry_out
 from tests.engine.hash_backend import LAYERS, HashBackend, oracle, program
 
 MAX_MODEL_LEN = 256
@@ -123,16 +124,8 @@ class FakeWorker:
                     self.closed.append(connection)
                 case StartStep():
                     self.steps.append(command)
-                case OpenSend(order):
-                    self.transport.open_send(order)
-                case ForgetUnsent(transfer):
-                    self.transport.forget_unsent(transfer)
-                case SendHandoff(transfer, handoff):
-                    self.transport.send_handoff(transfer, handoff)
-                case OpenReceive(order):
-                    self.transport.open_receive(order)
-                case AbortTransfer(transfer, reason):
-                    self.transport.abort(transfer, reason)
+                case OpenSend() | ForgetUnsent() | SendHandoff() | OpenReceive() | AbortTransfer():
+                    carry_out(self.transport, command)
                 case SetTimer(name, at_ns):
                     self.timers[name] = at_ns
                 case Exit(status, reason):

@@ -45,6 +45,7 @@ from relay.worker.events import (
 )
 from relay.worker.status_page import StatusPage
 from relay.worker.step_thread import StepThread
+from relay.worker.transfer_commands import carry_out
 
 LOOP_NS = 20_000  # from an event to the turn that handles it
 TICK_NS = 250_000_000
@@ -196,7 +197,6 @@ class EngineProcess(Process):
             self.post(TimerFired(name))
 
     def _carry_out(self, commands: list[Command]) -> None:
-        transport = self.transport
         for command in commands:
             match command:
                 case SendToGateway(gateway, message):
@@ -206,16 +206,8 @@ class EngineProcess(Process):
                 case StartStep():
                     self._queue.append(command)
                     self._begin_step()
-                case SendHandoff(transfer, handoff):
-                    transport.send_handoff(transfer, handoff)
-                case OpenSend(send):
-                    transport.open_send(send)
-                case OpenReceive(receive):
-                    transport.open_receive(receive)
-                case AbortTransfer(transfer, reason):
-                    transport.abort(transfer, reason)
-                case ForgetUnsent(transfer):
-                    transport.forget_unsent(transfer)
+                case OpenSend() | ForgetUnsent() | SendHandoff() | OpenReceive() | AbortTransfer():
+                    carry_out(self.transport, command)
                 case SetTimer(name, at_ns):
                     self._timers[name] = at_ns
                     self.kernel.at(at_ns, self.run, self._timer, name, at_ns)

@@ -102,15 +102,6 @@ class Exit:
     reason: str
 
 
-Command = (
-    SendToGateway
-    | CloseGateway
-    | StartStep
-    | OpenSend
-    | ForgetUnsent
-    | SendHandoff
-    | OpenReceive
-    | AbortTransfer
-    | SetTimer
-    | Exit
-)
+TransferCommand = OpenSend | ForgetUnsent | SendHandoff | OpenReceive | AbortTransfer
+
+Command = SendToGateway | CloseGateway | StartStep | SetTimer | Exit | TransferCommand

@@ -29,6 +29,7 @@ from relay.worker.gateway_links import GatewayLinks, Received, Welcomed
 from relay.worker.inbox import Inbox
 from relay.worker.record import Advanced, Recorder
 from relay.worker.status_page import StatusPage
+from relay.worker.transfer_commands import carry_out
 
 TICK_NS = 250_000_000
 FLUSH_S = 1.0
@@ -127,7 +128,6 @@ class EngineShell:
                     self._inbox.post(OrderReceived(connection, message))  # type: ignore[arg-type] # the decoder's union
 
     def _carry_out(self, links: GatewayLinks, commands: list[Command]) -> None:
-        transport = self._transport
         for command in commands:
             match command:
                 case SendToGateway(gateway, message):
@@ -137,16 +137,8 @@ class EngineShell:
                 case StartStep():
                     assert self._submit is not None
                     self._submit(command)
-                case SendHandoff(transfer, handoff):
-                    transport.send_handoff(transfer, handoff)
-                case OpenSend(send):
-                    transport.open_send(send)
-                case OpenReceive(receive):
-                    transport.open_receive(receive)
-                case AbortTransfer(transfer, reason):
-                    transport.abort(transfer, reason)
-                case ForgetUnsent(transfer):
-                    transport.forget_unsent(transfer)
+                case OpenSend() | ForgetUnsent() | SendHandoff() | OpenReceive() | AbortTransfer():
+                    carry_out(self._transport, command)
                 case SetTimer(name, at_ns):
                     self._timers[name] = at_ns
                 case Exit():
