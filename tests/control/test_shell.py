@@ -10,7 +10,7 @@ from fake_worker import FakeWorker, oracle
 from relay.config import ControlConfig, DetectorConfig
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
-from relay.control.record import GatewayPlayer, Recorder
+from relay.control.record import GatewayPlayer, GatewayRecorder
 from relay.control.shell import GatewayShell
 from relay.ids import WorkerKey
 from relay.protocol.messages import Rejected
@@ -47,7 +47,7 @@ class Sink:
 
 
 @asynccontextmanager
-async def gateway(slots=SLOTS, config: ControlConfig | None = None, recorder: Recorder | None = None):
+async def gateway(slots=SLOTS, config: ControlConfig | None = None, recorder: GatewayRecorder | None = None):
     fleet = Fleet()
     shell = GatewayShell(GatewayCore(config or ControlConfig(), MODEL, slots), fleet, recorder=recorder)
     fleet.shell = shell
@@ -256,7 +256,7 @@ def test_everything_the_core_is_told_is_recorded(tmp_path) -> None:
     """Found by `relay chaos --trace`: an operator's restart was not, and the replay parted with the next placement."""
 
     async def scenario() -> None:
-        async with gateway(recorder=Recorder(tmp_path / "gateway.relay")) as (shell, _):
+        async with gateway(recorder=GatewayRecorder(tmp_path / "gateway.relay")) as (shell, _):
             sink = Sink()
             shell.submit(Submission(LONG, params(30)), sink)
             assert shell.leave(["decode-0"]) == ""

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from relay.cli.main import run
-from relay.control.record import GatewayPlayer
-from relay.control.record import Recorder as GatewayRecorder
+from relay.control.record import GatewayPlayer, GatewayRecorder
 from relay.record import frames
 from relay.record.frames import BadRecording, Happened, read
 from relay.record.replay import replay
@@ -17,8 +16,7 @@ from relay.record.writer import SPARE_BYTES, Writer
 from relay.sim.engine import EngineProcess
 from relay.sim.tape import Tape
 from relay.sim.world import World
-from relay.worker.record import Advanced, WorkerPlayer, WorkerSettings
-from relay.worker.record import Recorder as WorkerRecorder
+from relay.worker.record import Advanced, WorkerPlayer, WorkerRecorder, WorkerSettings
 
 SEED = 3
 

@@ -30,7 +30,7 @@ from relay.cli.server import (
 )
 from relay.config import ServeConfig
 from relay.control.core import GatewayCore
-from relay.control.record import Recorder
+from relay.control.record import GatewayRecorder
 from relay.control.shell import GatewayShell
 from relay.errors import RelayError
 from relay.local.channel import Channel
@@ -136,7 +136,7 @@ class GatewayProcess:
             was_complete=begin.complete,
         )
         folder = config.worker.record
-        recorder = Recorder(folder / f"{begin.gateway}-{os.getpid()}.relay") if folder else None
+        recorder = GatewayRecorder(folder / f"{begin.gateway}-{os.getpid()}.relay") if folder else None
         shell = GatewayShell(GatewayCore(control, info, config.slots), self._launcher, recorder=recorder)
         http: HttpServer | None = None
         try:

@@ -21,7 +21,7 @@ from relay.cli.listener import open_listener
 from relay.config import ServeConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
-from relay.control.record import Recorder
+from relay.control.record import GatewayRecorder
 from relay.control.shell import GatewayShell
 from relay.errors import DoesNotFitError, PortInUseError, StartupError, UsageError
 from relay.local.workers import LocalWorkers
@@ -120,7 +120,7 @@ class Server:
             perturb=config.perturbations,
         )
         folder = config.worker.record
-        recorder = Recorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
+        recorder = GatewayRecorder(folder / f"gateway-{os.getpid()}.relay") if folder else None
         shell = GatewayShell(GatewayCore(config.resolved_control(), info, config.slots), workers, recorder=recorder)
         workers.attach(shell)
         http: HttpServer | None = None

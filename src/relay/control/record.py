@@ -19,8 +19,9 @@ from relay.protocol.messages import AgentToGateway, EngineToGateway, Role
 from relay.record import codec, frames
 from relay.record.codec import EventCodec
 from relay.record.commit import commit
+from relay.record.recorder import CoreRecorder
 from relay.record.replay import Player
-from relay.record.writer import MAX_BYTES, Writer
+from relay.record.writer import MAX_BYTES
 
 REPLAY_STORY_ENTRIES = 1 << 20
 
@@ -43,12 +44,12 @@ class GatewaySettings(msgspec.Struct, frozen=True):
     slots: list[tuple[str, Role]]
 
 
-class Recorder:
-    """Writes to ``path`` what one gateway's core is told and decides. One recorder serves one core."""
+class GatewayRecorder(CoreRecorder):
+    """Records a gateway's core; what the shell changes in it by itself (its ``ModelInfo``) is recorded as an event."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Raises UsageError if there can be no such file."""
-        self._writer = Writer(path, max_bytes)
+        super().__init__(path, _codec, max_bytes)
 
     def attach(self, core: GatewayCore, name: str = "gateway") -> None:
         """Before the core's first event."""
@@ -56,19 +57,6 @@ class Recorder:
         slots = [(worker.id, worker.role) for worker in state.workers.values()]
         settings = codec.encode(GatewaySettings(state.config, state.model, slots))
         self._writer.begin(frames.head("gateway", name, commit(), settings))
-
-    def happened(self, event: Event | ModelInfo, now_ns: int) -> None:
-        """The core is about to handle ``event``, or its model was changed from outside."""
-        if self._writer.recording:
-            self._writer.happened(_codec.frame(now_ns, event))
-
-    def decided(self, commands: list[Any]) -> None:
-        """What the event led to."""
-        self._writer.decided(commands)
-
-    def close(self, reason: str = "closed") -> None:
-        """Nothing follows. Idempotent."""
-        self._writer.close(reason)
 
 
 @dataclass(slots=True)

@@ -52,9 +52,10 @@ from relay.control.events import (
     WorkerStarted,
 )
 from relay.control.launcher import WorkerLauncher
-from relay.control.record import Recorder
+from relay.control.record import GatewayRecorder
 from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import PROTOCOL_MAX, EngineExited, Hello, Message, Rejected, Welcome
+from relay.record.recorder import decide
 
 MAX_STRANGERS = 256  # connections that have not said who they are
 logger = logging.getLogger("relay.gateway")
@@ -77,7 +78,11 @@ class GatewayShell:
     """
 
     def __init__(
-        self, core: GatewayCore, launcher: WorkerLauncher, clock: Clock | None = None, recorder: Recorder | None = None
+        self,
+        core: GatewayCore,
+        launcher: WorkerLauncher,
+        clock: Clock | None = None,
+        recorder: GatewayRecorder | None = None,
     ) -> None:
         """``recorder`` is attached to ``core`` here and closed by ``close``."""
         self._core = core
@@ -286,14 +291,7 @@ class GatewayShell:
 
     def _decide(self, event: Event) -> list[Command]:
         """Let the core handle ``event``."""
-        now_ns = self._now_ns()
-        recorder = self._recorder
-        if recorder is None:
-            return self._core.handle(event, now_ns)
-        recorder.happened(event, now_ns)
-        commands = self._core.handle(event, now_ns)
-        recorder.decided(commands)
-        return commands
+        return decide(self._recorder, self._core.handle, event, self._now_ns())
 
     # --- commands out ---------------------------------------------------------------------------------------------
 

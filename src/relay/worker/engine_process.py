@@ -109,7 +109,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.worker.events import DrainRequested
     from relay.worker.gateway_links import GatewayLinks
     from relay.worker.inbox import Inbox
-    from relay.worker.record import Recorder, WorkerSettings
+    from relay.worker.record import WorkerRecorder, WorkerSettings
     from relay.worker.step_thread import StepThread
 
     inbox = Inbox()
@@ -132,7 +132,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     if spec.record:
         settings = WorkerSettings(config, engine.limits, engine.identity.numerics_id)
         path = Path(spec.record) / f"{spec.worker}-{spec.incarnation}-{os.getpid()}.relay"
-        recorder = Recorder(path, f"{spec.worker} incarnation {spec.incarnation}", settings)
+        recorder = WorkerRecorder(path, f"{spec.worker} incarnation {spec.incarnation}", settings)
         digest_kv = recorder.digests(digest_kv)
     core = WorkerCore(config, engine.scheduler, digest_kv)
     shell = EngineShell(core, transport, inbox, page, clock, recorder)

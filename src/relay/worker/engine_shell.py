@@ -8,6 +8,7 @@ import selectors
 from collections.abc import Callable
 
 from relay.clock import Clock
+from relay.record.recorder import decide
 from relay.transfer.contract import Transport
 from relay.worker.commands import (
     AbortTransfer,
@@ -27,7 +28,7 @@ from relay.worker.core import WorkerCore
 from relay.worker.events import Event, GatewayConnected, GatewayLost, OrderReceived, TimerFired
 from relay.worker.gateway_links import GatewayLinks, Received, Welcomed
 from relay.worker.inbox import Inbox
-from relay.worker.record import Advanced, Recorder
+from relay.worker.record import Advanced, WorkerRecorder
 from relay.worker.status_page import StatusPage
 from relay.worker.transfer_commands import carry_out
 
@@ -45,7 +46,7 @@ class EngineShell:
         inbox: Inbox,
         page: StatusPage,
         clock: Clock,
-        recorder: Recorder | None = None,
+        recorder: WorkerRecorder | None = None,
     ) -> None:
         """``recorder`` is closed when ``run`` returns."""
         self._core = core
@@ -102,22 +103,10 @@ class EngineShell:
             self._page.set_draining()
 
     def _handle(self, event: Event, now_ns: int) -> list[Command]:
-        recorder = self._recorder
-        if recorder is None:
-            return self._core.handle(event, now_ns)
-        recorder.happened(event, now_ns)
-        commands = self._core.handle(event, now_ns)
-        recorder.decided(commands)
-        return commands
+        return decide(self._recorder, self._core.handle, event, now_ns)
 
     def _advance(self, now_ns: int) -> list[Command]:
-        recorder = self._recorder
-        if recorder is None:
-            return self._core.advance(now_ns)
-        recorder.happened(Advanced(), now_ns)
-        commands = self._core.advance(now_ns)
-        recorder.decided(commands)
-        return commands
+        return decide(self._recorder, lambda _, at_ns: self._core.advance(at_ns), Advanced(), now_ns)
 
     def _serve(self, links: GatewayLinks, link: ControlLink, mask: int) -> None:
         for happened in links.serve(link, mask):

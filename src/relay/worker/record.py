@@ -12,8 +12,9 @@ from relay.record import codec, frames
 from relay.record.codec import EventCodec
 from relay.record.commit import commit
 from relay.record.frames import BadRecording
+from relay.record.recorder import CoreRecorder
 from relay.record.replay import Player
-from relay.record.writer import MAX_BYTES, Writer
+from relay.record.writer import MAX_BYTES
 from relay.worker.core import WorkerConfig, WorkerCore
 from relay.worker.entries import DigestKv
 from relay.worker.events import Event, OrderReceived, StepFinished, TimerFired
@@ -36,30 +37,17 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     namespace: str
 
 
-class Recorder:
-    """Writes to ``path`` what one worker's core is told and decides. One recorder serves one core."""
+class WorkerRecorder(CoreRecorder):
+    """Records a worker's core, and the answers it gets about KV bytes."""
 
     def __init__(self, path: Path, name: str, settings: WorkerSettings, max_bytes: int = MAX_BYTES) -> None:
         """Raises UsageError if there can be no such file."""
-        self._writer = Writer(path, max_bytes)
+        super().__init__(path, _codec, max_bytes)
         self._writer.begin(frames.head("worker", name, commit(), codec.encode(settings)))
 
     def digests(self, digest_kv: DigestKv) -> DigestKv:
         """``digest_kv`` for the core, whose answers are recorded: they come from bytes that no recording holds."""
         return self._writer.answering(digest_kv)
-
-    def happened(self, event: Event | Advanced, now_ns: int) -> None:
-        """The core is about to handle ``event``."""
-        if self._writer.recording:
-            self._writer.happened(_codec.frame(now_ns, event))
-
-    def decided(self, commands: list[Any]) -> None:
-        """What the event led to."""
-        self._writer.decided(commands)
-
-    def close(self, reason: str = "closed") -> None:
-        """Nothing follows. Idempotent."""
-        self._writer.close(reason)
 
 
 class WorkerPlayer(Player):
