@@ -184,24 +184,12 @@ def _jitter(world: "World") -> bool:
     return True
 
 
-def _kv_corrupt(world: "World") -> bool:
-    world.network.corrupt_next_kv += 1
-    return True
+def _damage_kv(fault: str) -> Callable[["World"], bool]:
+    def damage(world: "World") -> bool:
+        world.network.damage_next_kv[fault] += 1
+        return True
 
-
-def _kv_truncate(world: "World") -> bool:
-    world.network.truncate_next_kv += 1
-    return True
-
-
-def _kv_lose(world: "World") -> bool:
-    world.network.lose_next_kv += 1
-    return True
-
-
-def _kv_repeat(world: "World") -> bool:
-    world.network.repeat_next_kv += 1
-    return True
+    return damage
 
 
 def _kv_forge(world: "World") -> bool:
@@ -286,10 +274,7 @@ _FAULTS: dict[str, Callable[["World"], bool]] = {
     "partition_full": _partition_full,
     "partition_kv": _partition_kv,
     "jitter": _jitter,
-    "kv_corrupt": _kv_corrupt,
-    "kv_truncate": _kv_truncate,
-    "kv_lose": _kv_lose,
-    "kv_repeat": _kv_repeat,
+    **{fault: _damage_kv(fault) for fault in ("kv_corrupt", "kv_truncate", "kv_lose", "kv_repeat")},
     "kv_forge": _kv_forge,
     "gateway_stall": _gateway_stall,
     "client_disconnect": _client_disconnect,

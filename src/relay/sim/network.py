@@ -4,7 +4,7 @@ A one-way partition holds bytes back; if it outlasts ``USER_TIMEOUT_NS`` both en
 connections is free. Damage is for KV connections only: control connections trust TCP's own checksum, KV frames carry theirs.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from relay.sim.kernel import Kernel
@@ -64,10 +64,7 @@ class Network:
         self.damaged: Callable[[str, Side], None] = lambda kind, side: None  # a KV frame from ``side`` is, now
         self.jitter_ns = 0
         self.split_per_mille = 0
-        self.corrupt_next_kv = 0
-        self.truncate_next_kv = 0
-        self.lose_next_kv = 0
-        self.repeat_next_kv = 0
+        self.damage_next_kv: Counter[str] = Counter()  # fault → KV messages it will strike
         self.forge_next_kv: list[list[str]] = []  # of each the first that can be made, see ``sim/forgery.py``
         self.repeat_next_control: dict[str, int] = {}  # host → messages of it that will come twice
         self._blocked: dict[tuple[str, str], int] = {}  # (from, to) → partitions that cover it
@@ -152,26 +149,17 @@ class Network:
                 tape.below(REPEAT_NS // MICROSECOND, "repeat us") * MICROSECOND, self._repeat, side, data
             )
         if side.kind == "kv":
-            if data[KIND_AT] == Kind.KV and (self.lose_next_kv or self.repeat_next_kv):
-                if self.lose_next_kv:  # not TCP's doing; what must not be trusted is that all frames came
-                    self.lose_next_kv -= 1
-                    self.damaged("kv_lose", side)
-                    self._kernel.sometimes("kv frame lost")
-                    return
-                self.repeat_next_kv -= 1
-                self.damaged("kv_repeat", side)
-                self._kernel.sometimes("kv frame repeated")
+            whole = data[KIND_AT] == Kind.KV
+            if whole and self._strikes(
+                "kv_lose", side
+            ):  # not TCP's doing; what must not be trusted is that all frames came
+                return
+            if whole and self._strikes("kv_repeat", side):
                 self._put(side, data)
-            elif self.corrupt_next_kv:
-                self.corrupt_next_kv -= 1
-                self.damaged("kv_corrupt", side)
-                self._kernel.sometimes("kv frame corrupted")
+            elif self._strikes("kv_corrupt", side):
                 at = tape.below(len(data), "corrupt at")
                 data = data[:at] + bytes([data[at] ^ (1 << tape.below(8, "corrupt bit"))]) + data[at + 1 :]
-            elif self.truncate_next_kv:
-                self.truncate_next_kv -= 1
-                self.damaged("kv_truncate", side)
-                self._kernel.sometimes("kv frame truncated")
+            elif self._strikes("kv_truncate", side):
                 data = data[: tape.below(len(data), "truncate at")]
                 if data:
                     self._put(side, data)
@@ -204,6 +192,15 @@ class Network:
         """Both ends of a severed connection find out now."""
         for end in (side, side.peer):
             self._closed(end, "timed out")
+
+    def _strikes(self, fault: str, side: Side) -> bool:
+        """Whether ``fault`` waits for a message of KV connections; this one is it, then."""
+        if not self.damage_next_kv[fault]:
+            return False
+        self.damage_next_kv[fault] -= 1
+        self.damaged(fault, side)
+        self._kernel.sometimes(f"kv frame: {fault}")
+        return True
 
     def _put(self, side: Side, data: bytes) -> None:
         side.under_way.append(data)

@@ -342,8 +342,7 @@ class World(Disturbances):
     def _heal(self) -> None:
         self.phase = "heal"
         self.kernel.tell("everything heals")
-        self.network.corrupt_next_kv = self.network.truncate_next_kv = 0
-        self.network.lose_next_kv = self.network.repeat_next_kv = 0
+        self.network.damage_next_kv.clear()
         self.network.forge_next_kv.clear()
         self.network.repeat_next_control.clear()
         for node in self.workers.values():

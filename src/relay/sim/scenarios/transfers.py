@@ -38,19 +38,19 @@ def _partial_kv(stage: Stage) -> None:
             stage.world.network.connections_of("decode-0", "kv")[0].reset("connection reset")
         elif blow == "truncate":
             stage.fault("kv_truncate", "decode-0")
-            stage.world.network.truncate_next_kv += 1
+            stage.world.network.damage_next_kv["kv_truncate"] += 1
         elif blow == "corrupt":
             stage.fault("kv_corrupt", "decode-0")
-            stage.world.network.corrupt_next_kv += 1
+            stage.world.network.damage_next_kv["kv_corrupt"] += 1
         elif blow == "lose":
             stage.fault("kv_lose", "decode-0")
-            stage.world.network.lose_next_kv += 1
+            stage.world.network.damage_next_kv["kv_lose"] += 1
         else:
             stage.disconnect(client)
             stage.until(stage.all_idle, "every worker is free again", 1000)
             continue
         stage.finish(client)
-        stage.world.network.corrupt_next_kv = 0
+        stage.world.network.damage_next_kv.clear()
         again = f"attempt {attempt + 1}:" in stage.story(client)
         stage.require(again, f"{blow}: attempt {attempt} went on from a part of its KV")
         stage.until(lambda: stage.ready("prefill-0") and stage.all_idle(), "P is back")
