@@ -57,6 +57,7 @@ def test_a_scenario_repeats() -> None:
         ("master-stall", "own stall is others' death"),
         ("sigstop-leader", "a frozen engine is fine"),
         ("partial-kv", "a layer short accepted"),
+        ("long-prefill-queue", "leases are not renewed"),
         ("stranded-kv-lease", "leases never expire on P"),
         ("stranded-kv-lease", "leases never expire on D"),
         ("registry-blip", "hedge budget ignored"),

@@ -9,6 +9,7 @@ from relay.sim import kv_link
 from relay.sim.planted.mutant import Mutant, nothing
 from relay.transfer.receiver import Receiver
 from relay.transfer.sender import Sender
+from relay.transfer.watchdog import Watchdog
 from relay.worker import core
 from relay.worker.announce import Announcer
 from relay.worker.core import WorkerCore
@@ -142,6 +143,7 @@ TABLE = (
     Mutant("work taken while draining", "I17", WorkerCore, "_take", _takes_while_draining),
     Mutant("a drain loses what is held", "I17", WorkerCore, "_drain", _drains_at_once),
     Mutant("a drain never ends", "I17", WorkerCore, "_hand_back_all", nothing),
+    Mutant("leases are not renewed", "core", Watchdog, "heard", nothing),
     Mutant("leases never expire on P", "detection", Sender, "tick", nothing),
     Mutant("leases never expire on D", "detection", Receiver, "tick", nothing),
 )

@@ -119,6 +119,18 @@ def _late_writes(stage: Stage) -> None:
         stage.finish(second)
 
 
+def _long_queue(stage: Stage) -> None:
+    clients = [stage.submit(prompt=80, max_tokens=4, salt=salt) for salt in range(6)]
+    stage.until(lambda: all(_reserved(stage, client) for client in clients), "D has made room for all")
+    begin_ns = stage.kernel.now_ns
+    stage.finish(*clients)
+    waited_ns = stage.kernel.now_ns - begin_ns
+    stage.require(
+        waited_ns > 2 * stage.world.swarm.transfer.lease_ns, "no prompt waited for long: the scenario is too easy"
+    )
+    stage.require(not stage.counter("resumed"), "a transfer was given up although both of its ends were there")
+
+
 def _decode_out_of_memory(stage: Stage) -> None:
     clients = [stage.submit(prompt=30, max_tokens=50, salt=salt) for salt in range(8)]
     stage.until(lambda: stage.engine("decode-0").scheduler.load().running > 1, "D decodes")
@@ -173,6 +185,13 @@ SCENARIOS = (
         "D dies after the handoff; its acknowledgement is held back; nobody reaches it: P and D free at once, or after a lease",
         cluster(1, 2),
         _stranded_lease,
+    ),
+    Scenario(
+        "long-prefill-queue",
+        "the fault matrix of this project: a transfer whose prompt waits for its turn looks like one whose peer is gone",
+        "D has made room for six prompts and P computes them one by one, for several leases: no transfer is given up",
+        cluster(1, 1, scheduler=scheduler(max_num_batched_tokens=16), step_ns=60 * MS),
+        _long_queue,
     ),
     Scenario(
         "late-kv-writes",
