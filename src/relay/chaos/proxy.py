@@ -84,9 +84,12 @@ class Life:
         self.pids[process] = pid
         try:
             descriptor = os.pidfd_open(pid)
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (ProcessLookupError, FileNotFoundError):
+        except ProcessLookupError:
             return
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (ProcessLookupError, FileNotFoundError):  # it ended in between
+            command = b""
         if b"relay.worker" in command:
             self.pidfds[process] = descriptor
         else:
