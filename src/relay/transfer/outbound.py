@@ -8,6 +8,7 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -268,7 +269,7 @@ class OutboundLink:
 
     def _begin(self, channel: Channel, sending: _Sending, outgoing: Outgoing) -> _Begun:
         header = outgoing.header
-        payload = channel.reserve(header.payload_bytes)
+        payload = channel.reserve_kv(header.payload_bytes)
         try:
             reading = self._store.read(header, sending.block_table, payload)
         except BaseException:
@@ -278,7 +279,12 @@ class OutboundLink:
 
     def _finish(self, channel: Channel, begun: _Begun) -> None:
         checksum = self._end_copy(begun)
-        channel.commit(seal_over(begun.header, checksum, self._checksum))
+        header = (
+            replace(begun.header, flags=begun.header.flags | begun.reading.flags)
+            if begun.reading.flags
+            else begun.header
+        )
+        channel.commit(seal_over(header, checksum, self._checksum))
 
     def _end_copy(self, begun: _Begun) -> int:
         try:
@@ -320,7 +326,7 @@ class OutboundLink:
         reason = f"KV connection to {self._order.target} failed"
         try:
             while True:
-                header, payload, _ = read_frame(channel, self._checksum, MAX_CONTROL_BYTES)
+                header, payload, _ = read_frame(channel, self._checksum)
                 with self._lock:
                     sending = self._sendings.get(header.transfer)
                     if sending is not None:

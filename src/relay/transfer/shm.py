@@ -152,6 +152,9 @@ class RingSender(_RingChannel):
         self._reserved.append(placement)
         return self._ring.bytes[placement.payload : placement.payload + size]
 
+    def reserve_kv(self, size: int) -> memoryview:
+        return self.reserve(size)
+
     def commit(self, raw_header: bytes) -> None:
         placement = self._reserved.popleft()
         self._ring.bytes[placement.slot : placement.slot + SLOT_BYTES] = slot_bytes(self._number, raw_header)
@@ -164,6 +167,15 @@ class RingSender(_RingChannel):
     def receive_payload(self, size: int) -> memoryview:
         return self._stream.receive_payload(size)
 
+    def receive_kv(self, size: int) -> memoryview:
+        return self._stream.receive_kv(size)
+
+    def done(self) -> None:
+        self._stream.done()
+
+    def ready(self) -> bool:
+        return self._stream.ready()
+
 
 class RingReceiver(_RingChannel):
     """D's end: frames come out of the ring, answers go over the socket."""
@@ -171,7 +183,8 @@ class RingReceiver(_RingChannel):
     def __init__(self, stream: StreamChannel, ring: Ring) -> None:
         super().__init__(stream, ring)
         self._available = 0
-        self._in_use = 0  # bytes of the record whose payload may be in use
+        self._in_use = 0  # bytes of the control record whose payload may be in use
+        self._held: deque[int] = deque()  # bytes of the KV records that are
 
     def await_room(self, size: int) -> None:
         self._stream.await_room(size)
@@ -182,12 +195,16 @@ class RingReceiver(_RingChannel):
     def reserve(self, size: int) -> memoryview:
         return self._stream.reserve(size)
 
+    def reserve_kv(self, size: int) -> memoryview:
+        return self._stream.reserve_kv(size)
+
     def commit(self, raw_header: bytes) -> None:
         self._stream.commit(raw_header)
 
     def receive_header(self) -> bytes:
         ring = self._ring
         if self._in_use:
+            assert not self._held, "space is given back in the order of the records"
             os.eventfd_write(ring.space.number, self._in_use // ALIGNMENT)
             self._in_use = 0
         if not self._available:
@@ -199,11 +216,31 @@ class RingReceiver(_RingChannel):
         return header_of(slot, self._number)
 
     def receive_payload(self, size: int) -> memoryview:
-        placement = place(self._position, size, self._ring.capacity)
+        placement = self._next(size)
         self._in_use = placement.occupied
+        return self._ring.bytes[placement.payload : placement.payload + size]
+
+    def receive_kv(self, size: int) -> memoryview:
+        placement = self._next(size)
+        self._held.append(placement.occupied)
+        return self._ring.bytes[placement.payload : placement.payload + size]
+
+    def done(self) -> None:
+        os.eventfd_write(self._ring.space.number, self._held.popleft() // ALIGNMENT)
+
+    def ready(self) -> bool:
+        if not self._available:
+            try:
+                self._available = os.eventfd_read(self._ring.frames.number)
+            except BlockingIOError:
+                return False
+        return True
+
+    def _next(self, size: int) -> Placement:
+        placement = place(self._position, size, self._ring.capacity)
         self._position = placement.next
         self._number += 1
-        return self._ring.bytes[placement.payload : placement.payload + size]
+        return placement
 
 
 def offer_ring(stream: StreamChannel, capacity: int = DEFAULT_RING_BYTES) -> RingReceiver:

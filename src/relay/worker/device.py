@@ -31,9 +31,9 @@ class Flow:
 
 
 def flow_of(backend: str) -> Flow:
-    """What suits ``backend``: a device that two processes share in turns needs many copies under way to be worth a turn."""
+    """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once."""
     if backend == "cuda":
-        return Flow(48 << 20, TransferLimits(window_bytes=32 << 20))
+        return Flow(48 << 20, TransferLimits(max_frame_bytes=4 << 20, window_bytes=32 << 20, join_bytes=2 << 20))
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 
