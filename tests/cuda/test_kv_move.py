@@ -13,7 +13,7 @@ import triton
 from relay.kernels.cuda.kv_move import TOKENS, move_kernel
 from tests.cuda.compile_only import compile_for
 
-TYPES = {"cache": "*i32", "flat": "*i32", "plan": "*i32", "sums": "*i64", "layer_words": "i64", "part_words": "i64"}
+TYPES = {"cache": "*i32", "flat": "*i32", "plan": "*i32", "sums": "*i64", "layer_units": "i64", "part_units": "i64"}
 
 
 @pytest.mark.parametrize(

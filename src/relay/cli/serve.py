@@ -59,7 +59,7 @@ from relay.config import (
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP.",
+    help="How KV travels; auto: shared memory on one host, else TCP; ipc: from GPU to GPU where they reach each other.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")

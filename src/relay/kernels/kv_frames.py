@@ -14,6 +14,10 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX = 0xD6E8FEB86659FD93
 
 
+class SharingFailed(Exception):
+    """Memory of a device could not be shared between processes; the text says why."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KvRange:
     """``count`` positions from ``first`` of one sequence, in ``layers`` layers from ``layer`` on."""

@@ -10,6 +10,10 @@ class ChannelClosed(Exception):
     """The connection is gone; the text says how it ended."""
 
 
+class WireUnusable(ChannelClosed):
+    """These two ends cannot use this wire, though they reach each other: another one may serve."""
+
+
 class Channel(Protocol):
     """Reliable and ordered. One thread sends, one receives, any may close.
 
@@ -70,6 +74,10 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Wake both threads. Idempotent."""
+        ...
+
+    def release(self) -> None:
+        """After the last copy from or to this channel's memory. Idempotent."""
         ...
 
 

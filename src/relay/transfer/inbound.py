@@ -187,6 +187,7 @@ class InboundLink:
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
             self._store.unregister(self._channel.region)
+            self._channel.release()
 
     @property
     def scheme(self) -> str:

@@ -242,6 +242,7 @@ class OutboundLink:
             for left in begun:  # a copy that still runs writes to memory that is about to go
                 self._end_copy(left)
             self._store.unregister(channel.region)
+            channel.release()
 
     def _wake_bulk(self, count: int) -> None:
         """There may be KV to send for ``count`` writers. Under the lock."""

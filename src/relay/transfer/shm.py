@@ -45,6 +45,11 @@ class Descriptor:
         os.close(self.number)
 
 
+def is_eventfd(descriptor: Descriptor) -> bool:
+    """What the kernel calls it; a peer may pass anything."""
+    return os.readlink(f"/proc/self/fd/{descriptor.number}") == _EVENTFD
+
+
 class Ring:
     """The shared bytes and the two counters, as either end holds them."""
 
@@ -56,7 +61,7 @@ class Ring:
         if fcntl.fcntl(memory.number, fcntl.F_GET_SEALS) & needed != needed:
             raise FrameError("the ring's memory is not sealed: it could be taken away while in use")
         for counter in (frames, space):
-            if os.readlink(f"/proc/self/fd/{counter.number}") != _EVENTFD:
+            if not is_eventfd(counter):
                 raise FrameError("a counter of the ring is no eventfd")
             os.set_blocking(counter.number, False)
         self.frames = frames
@@ -75,20 +80,19 @@ class Ring:
         return cls(memory, Descriptor(os.eventfd(0, flags)), Descriptor(os.eventfd(0, flags)))
 
 
-class _RingChannel:
-    """What both ends share: the socket, waiting, closing."""
+class Counted:
+    """A socket beside memory whose use eventfds count: waiting for a counter or the peer's end, closing."""
 
-    scheme = "shm"
-
-    def __init__(self, stream: StreamChannel, ring: Ring) -> None:
+    def __init__(self, stream: StreamChannel) -> None:
         self.peer = stream.peer
         self._stream = stream
-        self._ring = ring
         self._socket = Descriptor(os.dup(stream.socket.fileno()))
         self._timeout_s: float | None = None
-        self._position = 0
-        self._number = 0
-        self.region: memoryview | None = ring.bytes
+
+    @property
+    def _patience_s(self) -> float:
+        """For a peer that gives nothing back."""
+        return STALL_S if self._timeout_s is None else self._timeout_s
 
     def set_timeout(self, seconds: float | None) -> None:
         self._stream.set_timeout(seconds)
@@ -117,6 +121,22 @@ class _RingChannel:
             gone = any(number == self._socket.number for number, _ in events)
 
 
+class _RingChannel(Counted):
+    """What both ends share."""
+
+    scheme = "shm"
+
+    def __init__(self, stream: StreamChannel, ring: Ring) -> None:
+        super().__init__(stream)
+        self._ring = ring
+        self._position = 0
+        self._number = 0
+        self.region: memoryview | None = ring.bytes
+
+    def release(self) -> None:
+        """Mapped memory goes with its last user."""
+
+
 class RingSender(_RingChannel):
     """P's end: frames go into the ring, answers come over the socket."""
 
@@ -128,7 +148,7 @@ class RingSender(_RingChannel):
     def await_room(self, size: int) -> None:
         needed = place(self._position, size, self._ring.capacity).occupied
         while self._free < needed:
-            self._gain(self._take(self._ring.space, STALL_S if self._timeout_s is None else self._timeout_s))
+            self._gain(self._take(self._ring.space, self._patience_s))
 
     def has_room(self, size: int) -> bool:
         needed = place(self._position, size, self._ring.capacity).occupied

@@ -18,6 +18,7 @@ class StreamChannel:
         self.peer = peer
         self.scheme = scheme
         self.socket = sock
+        self.address = ""  # that was dialled, where it matters
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._received = memoryview(bytearray(1 << 12))
         self._free: list[memoryview] = []
@@ -98,6 +99,9 @@ class StreamChannel:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
                 raise
         self.socket.close()
+
+    def release(self) -> None:
+        """The memory is Python's."""
 
     def _receive_into(self, view: memoryview, where: str) -> None:
         received = 0

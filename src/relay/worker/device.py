@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
+from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
 from relay.transfer.ring import DEFAULT_RING_BYTES
+from relay.transfer.wire import Wire
 from relay.worker.spec import WorkerSpec
 from relay.worker.weights_link import NotShared, fetch, wait_for_end
 
@@ -28,6 +30,19 @@ class Flow:
 
     ring_bytes: int
     limits: TransferLimits
+
+
+def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
+    """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
+    if spec.transport != "ipc" or spec.backend != "cuda":
+        return []
+    from relay.kernels.cuda.ipc import DeviceMemory
+    from relay.transfer.ipc import IpcWire
+
+    try:
+        return [IpcWire(host_identity, DeviceMemory(spec.device))]
+    except SharingFailed as error:
+        raise UsageError(f"--transport ipc: {error}") from error
 
 
 def flow_of(backend: str) -> Flow:

@@ -21,14 +21,14 @@ _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
 _MIX: tl.constexpr = tl.constexpr(MIX)
 
 
-@triton.jit(do_not_specialize=["layer_words", "part_words"])
+@triton.jit(do_not_specialize=["layer_units", "part_units"])
 def move_kernel(
     cache,
     flat,
     plan,
     sums,
-    layer_words,
-    part_words,
+    layer_units,
+    part_units,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -36,12 +36,12 @@ def move_kernel(
     ROW: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """TILE tokens of one layer of one frame: into ``flat``, or into the cache where STORE. WORDS: 32-bit words of a head."""
+    """TILE tokens of one layer of one frame: into ``flat``, or into the cache where STORE. WORDS: 32-bit words of a head. Units
+    are 16 words, so that the compiler knows what it may load at once.
+    """
     frame = tl.program_id(2)
     at = plan + frame * 8
     offset = tl.multiple_of(tl.load(at), 4).to(tl.int64)
-    layer_words = tl.multiple_of(layer_words, 16)
-    part_words = tl.multiple_of(part_words, 16)
     table = plan + tl.load(at + 1)
     first = tl.load(at + 2)
     count = tl.load(at + 3)
@@ -55,16 +55,16 @@ def move_kernel(
         block = tl.load(table + position // BLOCK - first // BLOCK, mask=tokens < count, other=0).to(tl.int64)
         row = block * (HEADS * BLOCK * WORDS) + position % BLOCK * WORDS
         place = row[:, None] + ((e // WORDS) * (BLOCK * WORDS) + e % WORDS)[None, :]
-        source = cache + (layer + index).to(tl.int64) * layer_words
+        source = cache + (layer + index).to(tl.int64) * layer_units * 16
         total = tl.zeros((TILE, ROW), tl.uint64)
         for part in tl.static_range(2):
             begin = (index * 2 + part).to(tl.int64) * count * (HEADS * WORDS)
             word = begin + (tokens.to(tl.int64) * (HEADS * WORDS))[:, None] + e[None, :]
             if STORE:
                 values = tl.load(flat + offset + word, mask=mask, other=0)
-                tl.store(source + part * part_words + place, values, mask=mask)
+                tl.store(source + part * part_units * 16 + place, values, mask=mask)
             else:
-                values = tl.load(source + part * part_words + place, mask=mask, other=0)
+                values = tl.load(source + part * part_units * 16 + place, mask=mask, other=0)
                 tl.store(flat + offset + word, values, mask=mask)
             x = (word.to(tl.uint64) + 1) * _GOLDEN
             x = (x ^ (x >> 32)) * _MIX
@@ -108,14 +108,13 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     """
     _, _, _, heads, block_size, dim = kv.shape
     sums = words[: 2 * plan.frames].view(torch.int64)
-    layer_words, part_words = kv.stride(0) // 2, kv.stride(1) // 2
     move_kernel[plan.grid](
         kv.view(torch.int32),
         flat.view(torch.int32),
         words[plan.start :],
         sums,
-        layer_words,
-        part_words,
+        kv.stride(0) // 32,
+        kv.stride(1) // 32,
         HEADS=heads,
         WORDS=dim // 2,
         BLOCK=block_size,
