@@ -89,7 +89,7 @@ class WorkerCore:
         self._scheduler = scheduler
         self._digest_kv = digest_kv
         self._held = HeldTable()
-        self._parking = ParkingLot(self._held, scheduler.limits.num_blocks * scheduler.limits.block_size // 2)
+        self._parking = ParkingLot(self._held, scheduler.limits, config.max_held)
         self._announcer = Announcer(scheduler, self._held)
         self._steps_in_flight = 0
         self._failures = 0  # steps that raised
@@ -216,7 +216,7 @@ class WorkerCore:
         work = order.work
         if self._draining:
             self._refuse(gateway, work, "draining")
-        elif len(self._held) >= self._config.max_held:
+        elif not self._has_place(order):
             self._refuse(gateway, work, "full")
         else:
             try:
@@ -231,6 +231,14 @@ class WorkerCore:
                 self._refuse(gateway, work, "full")
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
+
+    def _has_place(self, order: Run | Reserve | Prefill) -> bool:
+        """Whoever is not to be parked takes the place of one that is: D may hold what that one waits for, for this one."""
+        if len(self._held) < self._config.max_held:
+            return True
+        parked = [] if isinstance(order, Run) and order.park_ms else self._parking.all()
+        self._unpark(parked[:1], "its room is needed")
+        return bool(parked)
 
     def _run(self, gateway: int, order: Run, key: SequenceKey) -> None:
         parks = order.park_ms > 0
@@ -355,10 +363,10 @@ class WorkerCore:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _unpark(self, parked: list[Held], reason: str) -> None:
-        """Free what is parked; whoever comes for it computes it again."""
+        """Free what is parked and say so; whoever comes for it computes it again."""
         for held in parked:
             self._counters["parked_in_vain"] += 1
-            self._custody.drop(held, reason)
+            self._custody.fail(held, reason, retry=True)
         self._set_park_timer()
 
     def _set_park_timer(self) -> None:
