@@ -56,6 +56,7 @@ class Worker:
         ] = {}  # suspects whose last step may still run → the step seen first since
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
+        self.lost_ns = 0  # when its last loss was noticed; 0: it was never lost
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
