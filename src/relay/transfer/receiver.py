@@ -172,7 +172,8 @@ class Receiver:
         if header.epoch != self.order.source_incarnation or header.attempt != self.order.attempt or self.over:
             return False
         self.watchdog.heard(now_ns)
-        self._move(ReceiverEvent.FRAME_RECEIVED, "")
+        if self.state is ReceiverState.RESERVED:
+            self._move(ReceiverEvent.FRAME_RECEIVED, "")
         return True
 
     def _check_complete(self) -> None:

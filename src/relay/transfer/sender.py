@@ -5,8 +5,8 @@ unless they reach its end. Bytes in flight stay within the window; credit is cum
 """
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
@@ -57,8 +57,7 @@ TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
 """Pairs that are missing leave the state as it is: both end states absorb everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A frame to send. ``payload`` None: read the KV that ``header`` names from the blocks."""
 
     header: Header
@@ -85,6 +84,7 @@ class Sender:
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
         self._sent = [self._first] * layout.num_layers
+        self._layers_unsent = layout.num_layers if self._first < order.num_tokens else 0
         self._ready: deque[int] = deque()
         self._is_ready = [False] * layout.num_layers
         self._bytes_credited = 0
@@ -104,7 +104,7 @@ class Sender:
 
     @property
     def all_sent(self) -> bool:
-        return all(sent == self.order.num_tokens for sent in self._sent)
+        return self._layers_unsent == 0
 
     def written(self, layer: int, first: int, count: int) -> None:
         """These positions are in the blocks. Known ones are ignored; a hole before ``first`` ends the transfer."""
@@ -220,6 +220,7 @@ class Sender:
         if in_flight > 0 and in_flight + size > self.limits.window_bytes:
             return None
         self._sent[layer] = first + count
+        self._layers_unsent -= first + count == self.order.num_tokens
         self.bytes_sent += size
         self.frames_sent += 1
         self._ready.popleft()
