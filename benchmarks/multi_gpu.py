@@ -1,6 +1,6 @@
 """Two GPUs in one call: 1P + 1D against two colocated replicas against two ranks; KV between devices; killed workers.
 
-``python -m benchmarks.multi_gpu --out FILE`` on a machine with two GPUs: an 8B shape with random weights, ``--limit`` seconds at most.
+``python -m benchmarks.multi_gpu --out FILE`` on two GPUs: an 8B shape with random weights, at most ``--limit`` seconds.
 ``--cpu --tiny`` runs every part on CPUs with a model of a few kilobytes: a test of this script, its figures mean nothing.
 Each part stands alone: what fails is recorded with its reason, what finds no time left is skipped and says so, and FILE is
 rewritten after each.
