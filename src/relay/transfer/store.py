@@ -28,8 +28,9 @@ class StagedStore(Protocol):
     """A backend whose blocks lie on a device: copies are queued on a stream of their own and compute never waits for them.
 
     ``stage`` gathers positions of ``layers`` layers from ``layer`` on, one after the other, into ``out``, which is host memory,
-    pinned if it was registered: it runs after the event of the layer's write. ``collect`` copies ``data`` to the device and scatters it into blocks. Both return at once, and run
-    in the order they were called in. The memory must stay as it is until the copy was waited for.
+    pinned if it was registered: it runs after the event of the layer's write. ``collect`` copies ``data`` to the device and
+    scatters it into blocks. Both return at once, and run in the order they were called in. The memory must stay as it is until
+    the copy was waited for.
     """
 
     @property
