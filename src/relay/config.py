@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from relay.devices import RoleDevices, check_names
 from relay.errors import UsageError
 
 BackendName = Literal["cpu", "cuda", "reference"]
@@ -202,7 +203,10 @@ class WorkerConfig:
     transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
     record: Path | None = None  # folder for recordings of the cores, see record/
-    devices: tuple[str, ...] = ("cuda:0",)  # of the cuda backend; workers take them in turn
+    devices: tuple[str, ...] = (
+        "cuda:0",
+    )  # of the cuda backend; workers without a list of their role take them in turn
+    by_role: RoleDevices = field(default_factory=RoleDevices)
     gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
     def __post_init__(self) -> None:
@@ -238,9 +242,10 @@ class WorkerConfig:
             0 < self.gpu_memory_utilization <= 1,
             f"--gpu-memory-utilization must be over 0 and at most 1, not {self.gpu_memory_utilization:g}",
         )
+        check_names("--device", self.devices)
         _check(
-            bool(self.devices) and all(re.fullmatch(r"cuda:\d{1,3}", device) for device in self.devices),
-            f"--device must be cuda:N, or several with commas, not {','.join(self.devices)!r}",
+            self.backend == "cuda" or not (self.by_role.prefill or self.by_role.decode),
+            f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
         )
         if self.backend == "cuda":
             _check(
