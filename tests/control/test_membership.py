@@ -11,6 +11,7 @@ from relay.control.transitions import AttemptState, WorkerState
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     Drain,
+    EngineExited,
     Heartbeat,
     Load,
     Prefill,
@@ -321,6 +322,26 @@ def test_frozen_engine() -> None:
     world.handle(e.WorkerMessage(key, Heartbeat(1, "ready", 0, "T")))
     assert key in world.closed
     assert "frozen" in world.core.status(0)["workers"][0]["last_loss"]
+
+
+def test_a_dying_engine_is_lost_at_once_and_explained_later() -> None:
+    """Its agent knows before the kernel has closed its connections, and is left the time to say how it ended."""
+    world = World(first, ONE).ready()
+    key = live_key(world, "worker-0")
+    world.submit(LONG)
+    world.now_ns += SECOND // 4
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 1, "X")))
+    assert state(world, "worker-0") is WorkerState.LOST
+    assert world.core.status(0)["workers"][0]["last_loss_s"] == world.now_ns / SECOND
+    assert key not in world.closed
+    world.handle(e.WorkerMessage(key, Heartbeat(1, "stepping", 1, "X")))
+    world.handle(e.ConnectionLost(key, "engine", "EOF"))
+    world.handle(e.WorkerMessage(key, EngineExited(None, 9)))
+    world.handle(e.LauncherExited(key, 137, None, "", None))
+    world.handle(e.ConnectionLost(key, "agent", "EOF"))
+    assert state(world, "worker-0") is WorkerState.STARTING
+    assert world.core.state.counters["workers_lost"] == 1
+    assert "signal 9" in world.core.status(0)["workers"][0]["last_loss"]
 
 
 def test_hung_step() -> None:

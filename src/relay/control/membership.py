@@ -204,7 +204,7 @@ class Membership:
             self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.cut = cut
-        worker.last_cause = cause
+        worker.last_cause, worker.lost_ns = cause, now_ns
         worker.suspect = worker.slow = False
         worker.forget_cache()
         if worker.engine_exit is None and hung is None:
@@ -301,6 +301,11 @@ class Membership:
         worker.heard_ns = now_ns
         worker.hear_beat(beat, now_ns)
         worker.suspect = False
+        if beat.engine_state == "X":
+            self.lose(worker, "engine ended", now_ns, fence=False)
+            wait_ns = int(self._state.config.restart.exit_wait_s * SECOND)  # its memory has to be taken down first
+            self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
+            return
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns
             if now_ns - worker.frozen_since_ns >= int(self._state.config.detector.frozen_after_s * SECOND):

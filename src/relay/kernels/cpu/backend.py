@@ -10,7 +10,7 @@ from relay.errors import CorruptModelError, StartupError, UsageError
 from relay.kernels import canon
 from relay.kernels.backend import Batch, SampledToken
 from relay.kernels.cpu import library, records
-from relay.kernels.cpu.memory import reserve
+from relay.kernels.cpu.memory import address, reserve
 from relay.kernels.cpu.programs import BoundProgram, bind_program
 from relay.kernels.cpu.sampler import CSampler
 from relay.kernels.probe import probe_digest
@@ -239,10 +239,10 @@ class CpuBackend:
         status = function(
             ctypes.addressof(self._model),
             layer,
-            table.ctypes.data,
+            address(table),
             first,
             count,
-            data.ctypes.data,
+            address(data),
             ctypes.addressof(crc),
         )
         if status:
