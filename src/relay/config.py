@@ -249,6 +249,10 @@ class WorkerConfig:
             self.backend == "cuda" or not (self.by_role.prefill or self.by_role.decode),
             f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
         )
+        _check(
+            self.backend == "cpu" or self.by_role.ranks == 1,
+            f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
+        )
         if self.backend == "cuda":
             _check(
                 self.kv_cache_dtype in ("auto", "bfloat16"), "--kv-cache-dtype: the cuda backend keeps KV in bfloat16"
