@@ -42,7 +42,7 @@ class Node:
         if scheme == "inproc":
             self.transport = InprocTransport(network, who, self.store, self.events.put, limits)
         else:
-            self.wire = WIRES[scheme]()
+            self.wire = (scheme if callable(scheme) else WIRES[scheme])()
             self.transport = WiredTransport(who, self.store, self.events.put, [self.wire], limits=limits)
 
     def pump(self):
@@ -112,7 +112,7 @@ def raw_peer(target, name="p", **other):
     stream = target.wire.dial(target.wire.address)
     stream.set_timeout(WAIT_S)
     greet(stream, identity(name, **other), crc32c, "d", 1)
-    channel = target.wire.upgrade(stream, dialled=True)
+    channel = target.wire.upgrade(stream, dialled=True, lane=target.wire.connections - 1)
     channel.set_timeout(WAIT_S)
     return channel
 

@@ -40,7 +40,7 @@ class JoiningAgent(Agent, Protocol):
 
 
 def serve(role: Role, ring: Ring, control: socket.socket, make_agent: Callable[[memoryview], JoiningAgent]) -> None:
-    """Join and move records until the engine closes ``control``. Whatever ends it otherwise is told there."""
+    """Join and move records until the engine closes ``control``. What ends it otherwise is told there, and on stderr."""
     try:
         agent = make_agent(ring.bytes)
         tell(control, Offer(agent.metadata(), agent.address))
@@ -53,6 +53,7 @@ def serve(role: Role, ring: Ring, control: socket.socket, make_agent: Callable[[
     except ChannelClosed:
         return  # the engine ended it
     except (AgentFailed, FrameError) as error:
+        print(f"NIXL agent process ({role}): {error}", file=sys.stderr, flush=True)
         with contextlib.suppress(ChannelClosed):  # the engine may have ended at the same time
             tell(control, Failed(str(error)))
 
