@@ -19,7 +19,7 @@ from relay.transfer.nixl.bridge import SourceBridge, TargetBridge
 from relay.transfer.nixl.memory import StagingMemory
 from relay.transfer.nixl.process import environment
 from relay.transfer.nixl.staging import TRANSITIONS, AreaEvent, AreaState, NoArea, StagingAreas
-from relay.transfer.nixl.talk import Joined, Lane, Offer, decode, encode
+from relay.transfer.nixl.talk import Failed, Joined, Lane, Offer, decode, encode
 from relay.transfer.ring import ALIGNMENT, MIN_RING_BYTES, SLOT_BYTES, place
 from relay.transfer.wire import TcpWire, open_wires
 from tests.transfer.fake_nixl import Fabric, FakeAgent, fake_wire
@@ -257,6 +257,7 @@ def test_with_the_areas_all_in_quarantine_a_transfer_is_refused_with_the_reason(
         begin(fake, transfer=8)
         event = fake.source.event()
         assert isinstance(event, SendFailed)
+        assert "all 1 staging areas are taken" in event.reason
         fake.target.transport.abort(8, "over")
         fake.processes["d"][0].may_end.set()
         eventually(lambda: (gc.collect(), fake.target.wire.memory.load().free)[1] == 1)
@@ -291,7 +292,9 @@ def test_closing_ends_every_agent_process(fake):
 def test_rings_of_unequal_size_are_refused(fake):
     fake.source.wire._ring_bytes *= 2
     begin(fake)
-    assert isinstance(fake.source.event(), SendFailed)
+    event = fake.source.event()
+    assert isinstance(event, SendFailed)
+    assert "8388608 bytes at P, 4194304 at D" in event.reason
     assert not fake.processes["d"]
 
 
@@ -320,9 +323,7 @@ def test_anything_but_the_expected_message_is_refused(raw):
         decode(raw, Offer)
 
 
-def test_an_agents_reason_is_passed_on():
-    from relay.transfer.nixl.talk import Failed
-
+def test_the_reason_of_the_other_end_is_passed_on():
     with pytest.raises(ChannelClosed, match="no UCX"):
         decode(encode(Failed("no UCX backend")), Joined)
 

@@ -115,8 +115,8 @@ class TcpWire:
 
 
 def dial_tcp(address: str) -> StreamChannel:
-    """Connect to "tcp://host:port". Raises ChannelClosed."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    """Connect to "tcp://host:port", or that under another scheme. Raises ChannelClosed."""
+    host, _, port = address.partition("://")[2].rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
     except (OSError, ValueError) as error:

@@ -35,13 +35,13 @@ class StagingMemory:
             try:
                 number = self._areas.lend()
             except NoArea as error:
-                raise ChannelClosed(f"nixl: {error}") from error
+                raise ChannelClosed(str(error)) from error
             try:
                 ring = self._map(number)
             except OSError as error:
                 self._areas.agent_gone(number)
                 self._areas.released(number)
-                raise ChannelClosed(f"nixl: no staging area: {error}") from error
+                raise ChannelClosed(f"no staging area: {error}") from error
         weakref.finalize(ring.bytes.obj, self._events.append, (number, AreaEvent.RELEASED)).atexit = False
         return ring, partial(self._events.append, (number, AreaEvent.AGENT_GONE))
 

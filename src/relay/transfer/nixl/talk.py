@@ -35,7 +35,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The agent process ends."""
+    """This side cannot go on."""
 
     reason: str
 
@@ -57,7 +57,7 @@ def decode(raw: bytes | memoryview, kind: type[M]) -> M:
     except msgspec.MsgspecError as error:
         raise FrameError(f"bad message while joining NIXL agents: {error}") from error
     if isinstance(message, Failed):
-        raise ChannelClosed(f"NIXL agent: {message.reason}")
+        raise ChannelClosed(f"NIXL at the other end: {message.reason}")
     if not isinstance(message, kind):
         raise FrameError(f"{type(message).__name__} instead of {kind.__name__} while joining NIXL agents")
     return message

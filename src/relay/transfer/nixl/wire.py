@@ -7,6 +7,7 @@ out of the ring, checked, by the same copy as ever. Where a process or a connect
 in quarantine until the process was waited for (``staging.py``).
 """
 
+import contextlib
 import ipaddress
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from relay.transfer.nixl.agent import installed
 from relay.transfer.nixl.child import Role
 from relay.transfer.nixl.memory import StagingMemory
 from relay.transfer.nixl.process import JOIN_TIMEOUT_S, AgentProcess, ChildProcess, Launch
-from relay.transfer.nixl.talk import Joined, Lane, Offer, hear, say
+from relay.transfer.nixl.talk import Failed, Joined, Lane, Offer, hear, say
 from relay.transfer.ring import DEFAULT_RING_BYTES, check_capacity
 from relay.transfer.shm import Ring, RingReceiver, RingSender
 from relay.transfer.stream import StreamChannel
@@ -27,6 +28,12 @@ from relay.transfer.wire import TcpWire, dial_tcp
 
 CONNECTIONS = 2
 MISSING = "--transport nixl needs the optional extra: pip install 'relay-serving[nixl]'"
+
+
+def require_installed() -> None:
+    """Raises UsageError where the extra is missing."""
+    if installed() is None:
+        raise UsageError(MISSING)
 
 
 class NixlStream(StreamChannel):
@@ -80,8 +87,8 @@ class NixlWire:
         launch: Launch | None = None,
     ) -> None:
         """``launch`` starts agent processes in place of those of NIXL, for tests."""
-        if launch is None and installed() is None:
-            raise UsageError(MISSING)
+        if launch is None:
+            require_installed()
         check_capacity(ring_bytes)
         self.connections = connections
         self._tcp = TcpWire(host, port)
@@ -94,7 +101,7 @@ class NixlWire:
         return address.startswith("nixl://")
 
     def dial(self, address: str) -> StreamChannel:
-        return NixlStream(dial_tcp(address.replace("nixl://", "tcp://", 1)))
+        return NixlStream(dial_tcp(address))
 
     def accept(self) -> StreamChannel | None:
         stream = self._tcp.accept()
@@ -108,11 +115,16 @@ class NixlWire:
             ring_bytes = hear(stream, Lane).ring_bytes
         if not ring_bytes:
             return stream
-        if ring_bytes != self._ring_bytes:
-            raise FrameError(f"ring of {ring_bytes} bytes at {stream.peer}, {self._ring_bytes} here")
         assert isinstance(stream, NixlStream)
         stream.set_timeout(JOIN_TIMEOUT_S)
-        return self._join(stream, "source" if dialled else "target")
+        try:
+            if ring_bytes != self._ring_bytes:
+                raise FrameError(f"ring of {ring_bytes} bytes at P, {self._ring_bytes} at D")
+            return self._join(stream, "source" if dialled else "target")
+        except (ChannelClosed, FrameError) as error:
+            with contextlib.suppress(ChannelClosed):  # the peer may be why
+                say(stream, Failed(str(error)))
+            raise
 
     def close(self) -> None:
         self._tcp.close()
