@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -129,7 +130,7 @@ class HostileTransfer:
         except FrameError:
             return  # damaged already
         if (header.epoch, header.attempt) == (1, 2):
-            header = dataclasses.replace(header, **self.random.choice(STALE))
+            header = msgspec.structs.replace(header, **self.random.choice(STALE))
             payload = bytes(len(parcel.payload)) if header.kind is Kind.KV else parcel.payload
             raw = seal(header, payload, crc32c)
             self.network.parcels.insert(index + 1, dataclasses.replace(parcel, header=raw, payload=payload))
@@ -334,7 +335,7 @@ def test_frames_that_do_not_belong(over):
         {"payload_bytes": size - 1},
     ):
         machine = receiver.Receiver(ReceiveOrder(1, 2, "p", 1, 0, TOKENS, TARGET_TABLE), LAYOUT, LIMITS, 0)
-        assert not machine.admit(dataclasses.replace(good, **wrong), 0)
+        assert not machine.admit(msgspec.structs.replace(good, **wrong), 0)
         assert machine.reason.startswith("malformed KV frame")
 
 

@@ -4,7 +4,8 @@ Checksums find damage on the way. This is a P with a bug, or one that lies: D ma
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from relay.sim.backend import LAYOUT
 from relay.sim.kernel import Violation

@@ -9,7 +9,6 @@ K then V of the tokens, each canonical [token][kv_head][dim]; every other payloa
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -50,8 +49,10 @@ class Kind(IntEnum):
     PROBE = 7  # P → D: the transfer lives; KV payload bytes sent so far
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Header(msgspec.Struct, frozen=True, gc=False):
     """One frame's header without magic, version and checksum. A HANDOFF names the whole range of tokens sent."""
 
     kind: Kind
@@ -194,11 +195,10 @@ def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Head
         raise FrameError(f"bad magic {bytes(magic)!r}")
     if version != VERSION:
         raise FrameError(f"frame version {version}, this side speaks {VERSION}")
-    _compare("header", checksum(memoryview(raw)[: _LAYOUT.size], 0), _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0])
-    try:
-        known = Kind(kind)
-    except ValueError as error:
-        raise FrameError(f"unknown frame kind {kind}") from error
+    _compare("header", checksum(bytes(raw[: _LAYOUT.size]), 0), _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0])
+    known = _KINDS.get(kind)
+    if known is None:
+        raise FrameError(f"unknown frame kind {kind}")
     limit = MAX_KV_BYTES if known is Kind.KV else MAX_CONTROL_BYTES
     if size > limit:
         raise FrameError(f"{known.name} payload of {size} bytes is over the limit of {limit}")

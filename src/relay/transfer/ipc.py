@@ -96,7 +96,7 @@ class _AreaChannel(Counted):
     region: memoryview | None = None
 
     def __init__(self, stream: StreamChannel, area: Any, capacity: int, space: Descriptor) -> None:
-        super().__init__(stream)
+        super().__init__(stream, space)
         self._area = area
         self._capacity = capacity
         self._space = space
@@ -141,7 +141,7 @@ class AreaSender(_AreaChannel):
     def await_room(self, size: int) -> None:
         needed = place(self._position, size, self._capacity).occupied
         while self._free < needed:
-            self._gain(self._take(self._space, self._patience_s))
+            self._gain(self._take(self._patience_s))
 
     def has_room(self, size: int) -> bool:
         needed = place(self._position, size, self._capacity).occupied
@@ -291,7 +291,7 @@ class IpcWire(ShmWire):
         stream.address = address
         return stream
 
-    def upgrade(self, stream: StreamChannel, *, dialled: bool) -> AreaSender | AreaReceiver:
+    def upgrade(self, stream: StreamChannel, *, dialled: bool, lane: int = 0) -> AreaSender | AreaReceiver:
         if not dialled:
             return offer_area(stream, self._pool)
         try:

@@ -8,9 +8,9 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from relay.clock import Clock
@@ -280,11 +280,9 @@ class OutboundLink:
 
     def _finish(self, channel: Channel, begun: _Begun) -> None:
         checksum = self._end_copy(begun)
-        header = (
-            replace(begun.header, flags=begun.header.flags | begun.reading.flags)
-            if begun.reading.flags
-            else begun.header
-        )
+        header = begun.header
+        if begun.reading.flags:
+            header = msgspec.structs.replace(header, flags=header.flags | begun.reading.flags)
         channel.commit(seal_over(header, checksum, self._checksum))
 
     def _end_copy(self, begun: _Begun) -> int:

@@ -120,7 +120,7 @@ class Receiver:
         self.bytes_copied += header.payload_bytes
         self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)
-        if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 4:
+        if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 2:
             self._credit()
         self._check_complete()
 
@@ -173,7 +173,8 @@ class Receiver:
         if header.epoch != self.order.source_incarnation or header.attempt != self.order.attempt or self.over:
             return False
         self.watchdog.heard(now_ns)
-        self._move(ReceiverEvent.FRAME_RECEIVED, "")
+        if self.state is ReceiverState.RESERVED:
+            self._move(ReceiverEvent.FRAME_RECEIVED, "")
         return True
 
     def _check_complete(self) -> None:

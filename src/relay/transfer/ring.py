@@ -6,7 +6,7 @@ the sizes alone, and the ring holds no index that the other end could damage.
 """
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from relay.transfer.frame import HEADER_BYTES, FrameError
 
@@ -20,8 +20,7 @@ _NUMBER = struct.Struct("<Q")
 assert _NUMBER.size + HEADER_BYTES == SLOT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one record lies. ``occupied`` counts unused bytes before the end with the record that skips them."""
 
     slot: int

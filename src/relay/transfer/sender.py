@@ -6,8 +6,8 @@ of several layers. Bytes in flight stay within the window; credit is cumulative,
 """
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
@@ -40,6 +40,7 @@ class SenderEvent(StrEnum):
     LEASE_EXPIRED = "lease_expired"
 
 
+UNIT = 16  # tokens that the cache keeps together: whole ones are copied faster
 _S, _E = SenderState, SenderEvent
 
 TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
@@ -58,8 +59,7 @@ TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
 """Pairs that are missing leave the state as it is: both end states absorb everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A frame to send. ``payload`` None: read the KV that ``header`` names from the blocks."""
 
     header: Header
@@ -82,10 +82,12 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
-        self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
+        most = limits.max_frame_bytes // layout.token_bytes
+        self._frame_tokens = max(1, most // UNIT * UNIT or most)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
         self._sent = [self._first] * layout.num_layers
+        self._layers_unsent = layout.num_layers if self._first < order.num_tokens else 0
         self._ready: deque[int] = deque()
         self._is_ready = [False] * layout.num_layers
         self._bytes_credited = 0
@@ -105,7 +107,7 @@ class Sender:
 
     @property
     def all_sent(self) -> bool:
-        return all(sent == self.order.num_tokens for sent in self._sent)
+        return self._layers_unsent == 0
 
     def written(self, layer: int, first: int, count: int) -> None:
         """These positions are in the blocks. Known ones are ignored; a hole before ``first`` ends the transfer."""
@@ -215,7 +217,9 @@ class Sender:
     def _next_kv(self) -> Outgoing | None:
         layer = self._ready[0]
         first = self._sent[layer]
-        count = min(self._written[layer] - first, self._frame_tokens)
+        pending = self._written[layer] - first
+        frames = -(-pending // self._frame_tokens)
+        count = min(pending, self._frame_tokens, -(-pending // frames // UNIT) * UNIT)
         layers = self._joined(layer, first, count)
         size = layers * count * self.layout.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited
@@ -225,6 +229,7 @@ class Sender:
         self.frames_sent += 1
         for sent in range(layer, layer + layers):
             self._sent[sent] = first + count
+            self._layers_unsent -= first + count == self.order.num_tokens
             if self._is_ready[sent]:
                 self._ready.remove(sent)
                 self._is_ready[sent] = False
