@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relay.errors import UsageError
 from relay.transfer.channel import ChannelClosed
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendFailed
-from relay.transfer.frame import HEADER_BYTES, FrameError, Handoff
+from relay.transfer.frame import HEADER_BYTES, MAX_KV_BYTES, FrameError, Handoff
 from relay.transfer.nixl import wire as nixl_wire
 from relay.transfer.nixl.bridge import SourceBridge, TargetBridge
 from relay.transfer.nixl.memory import StagingMemory
@@ -162,7 +162,7 @@ def test_a_record_shows_only_after_those_before_it():
         [bytes(SLOT_BYTES - 1)],
         [slot(0, 1), slot(0, 1)],
         [slot(RING // ALIGNMENT, 1)],
-        [slot(0, (1 << 20) + 1)],
+        [slot(0, MAX_KV_BYTES + 1)],
     ],
 )
 def test_a_notification_that_is_none_ends_the_connection(notes):

@@ -272,8 +272,7 @@ class WorkerCore:
         retry_after_ms = self._config.retry_after_ms if reason == "full" else 0
         self._counters[f"refused_{reason}"] += 1
         self._held.is_now_over(_key(work))
-        refusal = Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)
-        self._commands.append(SendToGateway(gateway, refusal))
+        self._commands.append(SendToGateway(gateway, Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
