@@ -11,7 +11,7 @@ from relay.errors import DoesNotFitError
 
 
 def address(buffer: Any) -> int:
-    """Of the first byte of a contiguous buffer (any object with one), 0 of an empty one. numpy's ``data`` costs ten times as much."""
+    """Of the first byte of contiguous memory (any buffer object), 0 of an empty one. numpy's ``data`` costs ten times as much."""
     view = memoryview(buffer)
     if not view.nbytes:
         return 0
