@@ -216,7 +216,7 @@ class WorkerCore:
         work = order.work
         if self._draining:
             self._refuse(gateway, work, "draining")
-        elif not self._has_place(order):
+        elif len(self._held) >= self._config.max_held:
             self._refuse(gateway, work, "full")
         else:
             try:
@@ -231,14 +231,6 @@ class WorkerCore:
                 self._refuse(gateway, work, "full")
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
-
-    def _has_place(self, order: Run | Reserve | Prefill) -> bool:
-        """Whoever is not to be parked takes the place of one that is: D may hold what that one waits for, for this one."""
-        if len(self._held) < self._config.max_held:
-            return True
-        parked = [] if isinstance(order, Run) and order.park_ms else self._parking.all()
-        self._unpark(parked[:1], "its room is needed")
-        return bool(parked)
 
     def _run(self, gateway: int, order: Run, key: SequenceKey) -> None:
         parks = order.park_ms > 0
