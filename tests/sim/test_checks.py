@@ -69,8 +69,10 @@ def test_every_crashing_start_counts_for_a_crash_loop() -> None:
     client = Client(9, Submission([5, 6], SamplingParams(max_tokens=1)), Expectation(faults_before=1), Oracles(64))
     failure = RequestFailure(503, "no_workers", "", 1.0)
     world.num_faults = 1
-    for world.crashed_starts in range(world.swarm.control.restart.crash_loop_failures):
-        few = world.crashed_starts + 1 < world.swarm.control.restart.crash_loop_failures
+    enough = world.swarm.control.restart.crash_loop_failures
+    for starts in range(enough):
+        world.crashed_starts = starts
+        few = starts + 1 < enough
         assert broken(lambda: judge(world, client, failure, refused=True)) is few
 
 
