@@ -202,10 +202,8 @@ class WorkerCore:
                 work = order.work
                 key = _key(work)
                 held = self._held.attempt(work.request, work.choice)
-                if held is not None and (held.gateway not in (gateway, None) or held.name.attempt >= key.attempt):
-                    return  # fenced: an old attempt, the same message again, or somebody else's name
-                if self._held.is_over(key):
-                    return  # the same message again: it has been answered, and what is taken now nobody would cancel
+                if self._held.is_old(key) or (held is not None and held.gateway not in (gateway, None)):
+                    return  # fenced: old, the same message again (nobody would cancel it now), or somebody else's name
                 if isinstance(order, Run) and not self._draining and self._custody.adopt(gateway, work, key):
                     return
                 if held is not None:
