@@ -34,6 +34,8 @@ PURE = [
     "control/stream.py",
     "control/transitions.py",
     "control/workers.py",
+    "cluster/topology.py",
+    "devices.py",
     "engine/admission.py",
     "engine/block_pool.py",
     "engine/kv_space.py",

@@ -169,9 +169,9 @@ class Source:
         """Send what was computed before, as fast as it goes; when that began."""
         transport = self.transport(scheme)
         begin = time.monotonic_ns()
-        for row in prefilled.announced:
-            for layer in range(self.num_layers):
-                transport.layer_written(transfer, layer, row.first, row.count, row.block_table)
+        last = prefilled.announced[-1]
+        for layer in range(self.num_layers):
+            transport.layer_written(transfer, layer, 0, last.first + last.count, last.block_table)
         transport.send_handoff(transfer, HANDOFF)
         return begin
 

@@ -30,6 +30,8 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
         }.get(code, False)
     else:
         fine = {
+            # Taken before its gateway had seen any worker.
+            "kv_cache_exceeded": total > world.swarm.kv_tokens,
             "deadline_exceeded": client.submission.deadline_ns is not None
             and world.kernel.now_ns >= client.submission.deadline_ns,
             # To the gateway a crash that was injected looks like any other.

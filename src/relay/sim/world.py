@@ -301,6 +301,13 @@ class World(Disturbances):
             self.kernel.counts["preempted"] = 1
         self.checkers.worker_event(engine, event)
 
+    def engine(self, key: WorkerKey) -> EngineProcess | None:
+        """The engine of that incarnation, dead or alive."""
+        node = self.workers.get(key.worker)
+        if node is None or node.key != key:
+            node = next((zombie for zombie in self.zombies if zombie.key == key), None)
+        return node.engine if node is not None else None
+
     def upgrade(self) -> None:
         if len(self.numerics) == 1:
             self.numerics.append(NEXT_NUMERICS)
