@@ -3,7 +3,9 @@
 import gc
 import os
 import random
+import signal
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -12,26 +14,30 @@ from hypothesis import strategies as st
 
 from relay.errors import UsageError
 from relay.transfer.channel import ChannelClosed
-from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendFailed
-from relay.transfer.frame import HEADER_BYTES, FrameError, Handoff
+from relay.transfer.checksum import crc32c
+from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendFailed, TransferLimits
+from relay.transfer.frame import HEADER_BYTES, FrameError, Handoff, seal
 from relay.transfer.nixl import wire as nixl_wire
-from relay.transfer.nixl.bridge import SourceBridge, TargetBridge
+from relay.transfer.nixl.bridge import SourceBridge, TargetBridge, payload_bytes
 from relay.transfer.nixl.memory import StagingMemory
 from relay.transfer.nixl.process import environment
 from relay.transfer.nixl.staging import TRANSITIONS, AreaEvent, AreaState, NoArea, StagingAreas
 from relay.transfer.nixl.talk import Failed, Joined, Lane, Offer, decode, encode
-from relay.transfer.ring import ALIGNMENT, MIN_RING_BYTES, SLOT_BYTES, largest_payload, place
+from relay.transfer.ring import ALIGNMENT, MIN_RING_BYTES, SLOT_BYTES, place, slot_bytes
 from relay.transfer.wire import TcpWire, open_wires
 from tests.transfer.fake_nixl import Fabric, FakeAgent, fake_wire
 from tests.transfer.nodes import (
     NO_NIXL,
+    SOURCE_TABLE,
     Node,
     Pair,
     announce,
     eventually,
+    kv_header,
     receive_order,
     send_order,
 )
+from tests.transfer.stores import LAYOUT
 
 RING = -(-MIN_RING_BYTES // 4096) * 4096
 
@@ -142,6 +148,11 @@ def test_records_of_every_size_arrive_in_order_over_many_laps(latest_first):
         assert bridges.target.idle
 
 
+def test_a_slot_says_how_long_its_payload_is():
+    raw = slot_bytes(3, seal(kv_header(count=4), bytes(4 * LAYOUT.token_bytes), crc32c))
+    assert payload_bytes(raw) == 4 * LAYOUT.token_bytes
+
+
 def test_a_record_shows_only_after_those_before_it():
     fabric = Fabric()
     bridges = Bridges(fabric)
@@ -162,7 +173,7 @@ def test_a_record_shows_only_after_those_before_it():
         [bytes(SLOT_BYTES - 1)],
         [slot(0, 1), slot(0, 1)],
         [slot(RING // ALIGNMENT, 1)],
-        [slot(0, largest_payload(RING) + 1)],
+        [slot(0, RING)],
     ],
 )
 def test_a_notification_that_is_none_ends_the_connection(notes):
@@ -339,6 +350,37 @@ def test_loopback_is_pinned_unless_the_user_says_otherwise(monkeypatch):
 
 
 @NO_NIXL
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_frozen_agent_process_ends_the_transfer_by_the_byte_watchdog(side):
+    """NIXL itself would wait for ever; the engines still answer each other."""
+    pair = Pair("nixl", limits=TransferLimits(512, 1024, 4096, probe_ns=100_000_000, stall_ns=800_000_000))
+    try:
+        pair.start()
+        pair.source.transport.layer_written(7, 0, 0, 33, SOURCE_TABLE)
+        eventually(pair.target.got)
+        (process,) = agent_processes(getattr(pair, side))
+        process.send_signal(signal.SIGSTOP)
+        announce(pair.source)
+        while pair.source.events.empty() or pair.target.events.empty():
+            for node in (pair.source, pair.target):
+                node.transport.tick(time.monotonic_ns())
+            time.sleep(0.02)
+        assert isinstance(pair.source.event(), SendFailed)
+        assert isinstance(pair.target.event(), ReceiveFailed)
+        assert process.poll() is None, "it was not asked to end"
+    finally:
+        pair.close()
+    assert process.wait(10) == -9
+
+
+def agent_processes(node):
+    transport = node.transport
+    streams = list(transport._accepted)
+    streams += [channel._stream for link in transport._links.values() for channel in link._channels[1:]]
+    return [stream._process._process for stream in streams if stream._process is not None]
+
+
+@NO_NIXL
 def test_the_end_of_a_real_agent_process_leaves_no_process_and_no_file():
     before = sorted(os.listdir("/dev/shm"))
     pair = Pair("nixl")
@@ -346,8 +388,7 @@ def test_the_end_of_a_real_agent_process_leaves_no_process_and_no_file():
         pair.start()
         announce(pair.source)
         eventually(pair.target.got)
-        stream = next(s for s in pair.target.transport._accepted if s._process is not None)
-        child = stream._process._process
+        (child,) = agent_processes(pair.target)
         child.kill()
         assert isinstance(pair.target.event(), ReceiveFailed)
         assert isinstance(pair.source.event(), SendFailed)

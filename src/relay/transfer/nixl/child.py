@@ -74,9 +74,16 @@ def _move(bridge: SourceBridge | TargetBridge, control: socket.socket, told: Des
         nap_s = SHORTEST_NAP_S if moved or count or not bridge.idle else min(nap_s * 2, LONGEST_NAP_S)
 
 
+def _low(number: int) -> int:
+    lowest = os.dup(number)
+    os.close(number)
+    return lowest
+
+
 def main() -> None:
     role, *numbers = sys.argv[1:]
-    memory, frames, space, control_number = map(int, numbers)
+    # They keep the engine's numbers, which may be too high for select; the lowest free ones are not.
+    memory, frames, space, control_number = [_low(int(number)) for number in numbers]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also ends it inside a native call that never returns
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
