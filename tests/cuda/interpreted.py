@@ -292,7 +292,7 @@ class _Area:
         self.tensor = tensor
 
 
-def check_backend() -> None:
+def check_backend(dtype: str = "bfloat16") -> None:
     """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
     stand_ins = {
         "is_available": lambda: True,
@@ -314,9 +314,10 @@ def check_backend() -> None:
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
-        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype)
         backend.load(probe_program(), ProbeWeights())
-        backend.allocate_kv(32, BLOCK, "bfloat16")
+        backend.allocate_kv(32, BLOCK, dtype)
+        assert backend._device.kv.dtype == backend._device.matrices["embed"].dtype == getattr(torch, dtype)
         assert backend.kv_blocks_that_fit(BLOCK) > 0
         backend.warm_up(64)
         backend.bind_slot(0, SamplingParams(max_tokens=1), 0, [1], [])
@@ -385,6 +386,7 @@ def check_backend() -> None:
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
+    check_draws("cpu", rounds=2, dtype=torch.float16)
     with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
         try:
             check_draws("cpu", rounds=1)
@@ -421,6 +423,7 @@ CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
+    "float16": lambda: check_backend("float16"),
     "linear": check_linear,
     "attention": check_attention,
     "sampler": check_sampler,
