@@ -198,6 +198,7 @@ class WorkerConfig:
     threads: int = 0  # 0: all cores
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: Literal["", "int8"] = ""  # of weights
     kv_cache_memory_bytes: int = 1 << 30
     block_size: int = 16
     max_model_len: int | None = None
@@ -274,6 +275,9 @@ class WorkerConfig:
             )
             _check(
                 self.kv_cache_dtype != "float16", f"--kv-cache-dtype float16 needs --backend cuda, not {self.backend}"
+            )
+            _check(
+                not self.quantization, f"--quantization {self.quantization} needs --backend cuda, not {self.backend}"
             )
             _check(self.transport != "ipc", f"--transport ipc needs --backend cuda, not {self.backend}")
 

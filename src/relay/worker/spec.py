@@ -33,6 +33,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: int = 0  # 0: one a core
     kv_cache_memory_bytes: int = 1 << 30  # 0: what gpu_memory_fraction leaves
     kv_cache_dtype: KvDtype = "float32"  # of the cuda backend: also of its weights and activations
+    quantization: Literal["", "int8"] = ""  # of the cuda backend's weights
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256

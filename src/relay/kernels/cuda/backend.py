@@ -59,8 +59,10 @@ class CudaBackend:
         shared: dict[str, torch.Tensor] | None = None,
         sharers: int = 1,
         dtype: str = "bfloat16",
+        quantized: bool = False,
     ) -> None:
-        """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike.
+        """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike; ``quantized``: weights of
+        linears in int8 instead.
 
         ``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
@@ -70,6 +72,7 @@ class CudaBackend:
         self._progress = progress
         self._shared, self._sharers = shared, sharers
         self.dtype = dtype
+        self._quantized = quantized
         self._type = TYPES[dtype]
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
@@ -91,7 +94,7 @@ class CudaBackend:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
             upload = WeightUpload(self._device.name, self._progress, self._type)
-            load_weights(program, weights, self._device, upload, self._shared)
+            load_weights(program, weights, self._device, upload, self._shared, quantized=self._quantized)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
@@ -112,7 +115,7 @@ class CudaBackend:
         device = self._device
         with torch.cuda.stream(self._stream):
             for op in program.ops:
-                if isinstance(op, Linear):
+                if isinstance(op, Linear) and op.weight not in device.scales:
                     w = device.matrices[op.weight]
                     key = (w.shape[0], w.shape[1])
                     if key not in device.layers:
@@ -329,11 +332,14 @@ class CudaBackend:
     # --- identity ---------------------------------------------------------------------------------------------------
 
     def numerics(self) -> dict[str, str]:
-        probe = CudaBackend(self._device.name, max_rows=4, max_tokens=64, graphs=False, dtype=self.dtype)
+        probe = CudaBackend(
+            self._device.name, max_rows=4, max_tokens=64, graphs=False, dtype=self.dtype, quantized=self._quantized
+        )
         return {
             **gpu_parts(),
             "instructions": "cuda sm_{}{}".format(*torch.cuda.get_device_capability()),
             "libraries": f"torch {torch.__version__} triton {triton.__version__} cuda {torch.version.cuda}",
+            **({"weights": "int8 by output"} if self._quantized else {}),
             "activation": self.dtype,
             "kv": self.dtype,
             "probe": probe_digest(probe, self.dtype),
@@ -346,5 +352,6 @@ class CudaBackend:
         self._device.buffers.clear()
         self._device.scratch.clear()
         self._device.matrices.clear()
+        self._device.scales.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
