@@ -22,7 +22,7 @@ from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
-from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, quantize
+from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, pack_codes, quantize
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
@@ -142,8 +142,8 @@ def check_int8() -> None:
     """The codes are the definition's; the accumulator is the 16-bit kernel's for the same integers, whatever the tile."""
     generator = torch.Generator().manual_seed(7)
     for dtype in (torch.bfloat16, torch.float16):
-        x = torch.randn(5, 80, generator=generator).to(dtype)
-        w = torch.randn(40, 80, generator=generator).to(dtype)
+        x = torch.randn(5, 208, generator=generator).to(dtype)
+        w = torch.randn(40, 208, generator=generator).to(dtype)
         w[3] = 0
         codes, scales = quantize(w)
         want_codes, want_scales = quantized.quantize(w.float().numpy())
@@ -152,13 +152,13 @@ def check_int8() -> None:
         sums = torch.zeros(5, 40)
         linear(x, codes.to(dtype), sums, LinearTile(16, 16, 16))
         want = quantized.scaled(sums.numpy(), want_scales)
-        assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.3
-        for tile in (Int8Tile(16, 32, 64), Int8Tile(16, 16, 16), Int8Tile(32, 64, 128)):
+        assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.5
+        for tile in (Int8Tile(16, 32), Int8Tile(16, 16), Int8Tile(32, 64)):
             y = torch.full((5, 40), float("nan"))
-            linear_int8(x, codes, scales, y, tile)
+            linear_int8(x, pack_codes(codes), scales, y, tile)
             assert np.array_equal(y.numpy(), want), tile
         alone = torch.zeros(1, 40)
-        linear_int8(x[3:4], codes, scales, alone, Int8Tile(16, 16, 32))
+        linear_int8(x[3:4], pack_codes(codes), scales, alone, Int8Tile(16, 16))
         assert np.array_equal(alone.numpy()[0], want[3])
 
 
