@@ -55,9 +55,12 @@ class End:
         self.backend, self.program = random_model(config, max_rows=8, max_tokens=CHUNK, device=device)
         self.blocks = -(-tokens // BLOCK)
         self.backend.allocate_kv(4 * self.blocks, BLOCK, "bfloat16")
-        self.backend.warm_up(tokens)
+        self.warm(tokens)
         self.layout = Layout(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def warm(self, tokens: int) -> None:
+        self.backend.warm_up(tokens)
 
     def open(self, scheme: str) -> Any:
         from relay.kernels.cpu.crc32c import crc32c

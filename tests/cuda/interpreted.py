@@ -4,13 +4,18 @@ Needs TRITON_INTERPRET=1 in the environment: the interpreter is chosen at import
 backend's launches and steps, without its streams and graphs.
 """
 
+import multiprocessing
 import sys
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import GridExecutor
 
 from relay.errors import StartupError
 from relay.kernels import packing
@@ -19,6 +24,7 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.baseline import PlainModel, plain_linear
+from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
@@ -318,8 +324,8 @@ class _Area:
         self.tensor = tensor
 
 
-def check_backend(dtype: str = "bfloat16") -> None:
-    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
+def pretend_device(stack: ExitStack) -> None:
+    """Streams and events that never wait, in place of a device's."""
     stand_ins = {
         "is_available": lambda: True,
         "set_device": lambda *_: None,
@@ -333,14 +339,22 @@ def check_backend(dtype: str = "bfloat16") -> None:
         "Stream": _Waits,
         "Event": _Waits,
     }
-    with (
-        mock.patch.multiple(torch.cuda, **stand_ins),
+    stack.enter_context(mock.patch.multiple(torch.cuda, **stand_ins))
+    for patch in (
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
-        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype)
+        stack.enter_context(patch)
+
+
+def check_backend(dtype: str = "bfloat16", quantized: bool = False) -> None:
+    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
+    with ExitStack() as stack:
+        pretend_device(stack)
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype, quantized=quantized)
+        assert not quantized or not backend._device.layers
         backend.load(probe_program(), ProbeWeights())
         backend.allocate_kv(32, BLOCK, dtype)
         assert backend._device.kv.dtype == backend._device.matrices["embed"].dtype == getattr(torch, dtype)
@@ -409,6 +423,69 @@ def check_backend(dtype: str = "bfloat16") -> None:
         backend.close()
 
 
+class _OneProcess:
+    """Device memory that both ends of a transfer see; handles are numbers."""
+
+    areas: ClassVar[list[_Area]] = []
+
+    def __init__(self, device: str) -> None: ...
+
+    def allocate(self, size: int) -> _Area:
+        self.areas.append(_Area(torch.zeros(size, dtype=torch.uint8)))
+        return self.areas[-1]
+
+    def handle(self, area: _Area) -> bytes:
+        return self.areas.index(area).to_bytes(64, "little")
+
+    def open(self, handle: bytes, size: int) -> _Area:
+        area = self.areas[int.from_bytes(handle, "little")]
+        assert area.tensor.numel() == size
+        return area
+
+    def close(self, area: _Area) -> None: ...
+
+
+def one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter puts its own functions into triton.language while a kernel runs."""
+    lock = threading.Lock()
+
+    def locked(*arguments: object, **named: object) -> None:
+        with lock:
+            launch(*arguments, **named)
+
+    return locked
+
+
+def check_transfer() -> None:
+    """The benchmark of transfers, both ends in one process: backends, wires and kernels as they are, KV equal at the end."""
+    from benchmarks import gpu_transfer
+
+    config = ModelConfig(
+        architecture="llama", vocab=50, hidden=64, intermediate=96, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=32, rms_eps=1e-5, max_positions=64, rope=RopeConfig(theta=1e4), tied_embeddings=False,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        pretend_device(stack)
+        stack.enter_context(mock.patch.multiple(gpu_transfer, LLAMA_8B=config, BLOCK=16, CHUNK=32))
+        stack.enter_context(mock.patch("relay.kernels.cuda.ipc.DeviceMemory", _OneProcess))
+        stack.enter_context(mock.patch.object(gpu_transfer.End, "warm"))
+        stack.enter_context(mock.patch.object(KvTransfers, "register"))
+        stack.enter_context(mock.patch.object(LinearLayer, "test"))
+        stack.enter_context(mock.patch.object(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__)))
+        ours, theirs = multiprocessing.Pipe()
+        target = threading.Thread(target=gpu_transfer.decode_side, args=(3, 40, "cpu", theirs), daemon=True)
+        target.start()
+        end = gpu_transfer.End("p", 3, 40, "cpu")
+        assert ours.recv() == "loaded"
+        end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
+        for scheme in ("ipc", "shm", "tcp"):
+            found = gpu_transfer.row(end, ours, scheme, 40, 1)
+            assert found["kv_equal"]
+            assert found["scheme_used"] == scheme
+        ours.send(None)
+        target.join(60)
+
+
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
@@ -449,6 +526,8 @@ CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
+    "quantized": lambda: check_backend(quantized=True),
+    "transfer": check_transfer,
     "float16": lambda: check_backend("float16"),
     "linear": check_linear,
     "int8": check_int8,
