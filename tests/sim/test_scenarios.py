@@ -58,6 +58,8 @@ def test_a_scenario_repeats() -> None:
         ("sigstop-leader", "a frozen engine is fine"),
         ("partial-kv", "a layer short accepted"),
         ("long-prefill-queue", "leases are not renewed"),
+        ("prefill-hands-back", "a peer's drain is told as its own"),
+        ("refused-and-again", "a refused order is taken when it comes again"),
         ("stranded-kv-lease", "leases never expire on P"),
         ("stranded-kv-lease", "leases never expire on D"),
         ("registry-blip", "hedge budget ignored"),

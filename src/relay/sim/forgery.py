@@ -4,7 +4,8 @@ Checksums find damage on the way. This is a P with a bug, or one that lies: D ma
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from relay.sim.backend import LAYOUT
 from relay.sim.kernel import Violation
@@ -57,7 +58,7 @@ def admitted(header: Header, order: ReceiveOrder) -> None:
     if (
         not tokens
         or not heads
-        or header.layer >= LAYOUT.num_layers
+        or header.layer + header.layers > LAYOUT.num_layers
         or header.payload_bytes != count * LAYOUT.token_bytes
     ):
         raise Violation("I7", f"D stores {header}, its order is {order}")

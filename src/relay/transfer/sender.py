@@ -1,12 +1,13 @@
 """P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
 
 Ranges arrive per layer in ascending order and leave as frames of 256 KB to 1 MB: smaller ranges wait for more of their layer
-unless they reach its end. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
+unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range
+of several layers. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
@@ -39,6 +40,7 @@ class SenderEvent(StrEnum):
     LEASE_EXPIRED = "lease_expired"
 
 
+UNIT = 16  # tokens that the cache keeps together: whole ones are copied faster
 _S, _E = SenderState, SenderEvent
 
 TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
@@ -57,8 +59,7 @@ TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
 """Pairs that are missing leave the state as it is: both end states absorb everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A frame to send. ``payload`` None: read the KV that ``header`` names from the blocks."""
 
     header: Header
@@ -81,10 +82,12 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
-        self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
+        most = limits.max_frame_bytes // layout.token_bytes
+        self._frame_tokens = max(1, most // UNIT * UNIT or most)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
         self._sent = [self._first] * layout.num_layers
+        self._layers_unsent = layout.num_layers if self._first < order.num_tokens else 0
         self._ready: deque[int] = deque()
         self._is_ready = [False] * layout.num_layers
         self._bytes_credited = 0
@@ -104,7 +107,7 @@ class Sender:
 
     @property
     def all_sent(self) -> bool:
-        return all(sent == self.order.num_tokens for sent in self._sent)
+        return self._layers_unsent == 0
 
     def written(self, layer: int, first: int, count: int) -> None:
         """These positions are in the blocks. Known ones are ignored; a hole before ``first`` ends the transfer."""
@@ -214,17 +217,23 @@ class Sender:
     def _next_kv(self) -> Outgoing | None:
         layer = self._ready[0]
         first = self._sent[layer]
-        count = min(self._written[layer] - first, self._frame_tokens)
-        size = count * self.layout.token_bytes
+        pending = self._written[layer] - first
+        frames = -(-pending // self._frame_tokens)
+        count = min(pending, self._frame_tokens, -(-pending // frames // UNIT) * UNIT)
+        layers = self._joined(layer, first, count)
+        size = layers * count * self.layout.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited
-        if in_flight > 0 and in_flight + size > self.limits.window_bytes:
+        if not layers or (in_flight > 0 and in_flight + size > self.limits.window_bytes):
             return None
-        self._sent[layer] = first + count
         self.bytes_sent += size
         self.frames_sent += 1
-        self._ready.popleft()
-        self._is_ready[layer] = False
-        self._mark_ready(layer)
+        for sent in range(layer, layer + layers):
+            self._sent[sent] = first + count
+            self._layers_unsent -= first + count == self.order.num_tokens
+            if self._is_ready[sent]:
+                self._ready.remove(sent)
+                self._is_ready[sent] = False
+            self._mark_ready(sent)
         header = Header(
             Kind.KV,
             self.order.transfer,
@@ -237,8 +246,21 @@ class Sender:
             count,
             0,
             size,
+            layers,
         )
         return Outgoing(header, None)
+
+    def _joined(self, layer: int, first: int, count: int) -> int:
+        """How many layers from ``layer`` on go into one frame; 0: the step that wrote this one is about to write more of them."""
+        if not self.limits.join_bytes:
+            return 1
+        each = count * self.layout.token_bytes
+        most = max(1, min(self.limits.max_frame_bytes // each, self.layout.num_layers - layer))
+        layers, end = 1, first + count
+        while layers < most and self._sent[layer + layers] == first and self._written[layer + layers] >= end:
+            layers += 1
+        to_come = layers < most and self._written[layer + layers] < end
+        return 0 if to_come and layers * each < self.limits.join_bytes else layers
 
     def _control(self, kind: Kind, payload: bytes, first: int = 0, count: int = 0, flags: int = 0) -> Outgoing:
         header = Header(

@@ -80,7 +80,8 @@ class _RingChannel:
 
     scheme = "shm"
 
-    def __init__(self, stream: StreamChannel, ring: Ring) -> None:
+    def __init__(self, stream: StreamChannel, ring: Ring, counter: Descriptor) -> None:
+        """``counter`` is what this end waits for."""
         self.peer = stream.peer
         self._stream = stream
         self._ring = ring
@@ -89,6 +90,10 @@ class _RingChannel:
         self._position = 0
         self._number = 0
         self.region: memoryview | None = ring.bytes
+        self._counter = counter
+        self._poll = select.poll()
+        self._poll.register(counter.number, select.POLLIN)
+        self._poll.register(self._socket.number, select.POLLRDHUP)
 
     def set_timeout(self, seconds: float | None) -> None:
         self._stream.set_timeout(seconds)
@@ -97,21 +102,18 @@ class _RingChannel:
     def close(self) -> None:
         self._stream.close()  # shuts the socket down, which wakes whoever waits for the ring
 
-    def _take(self, counter: Descriptor, timeout_s: float | None) -> int:
-        """The value of ``counter``, once it is not 0. What was counted before the peer went counts. Raises ChannelClosed."""
+    def _take(self, timeout_s: float | None) -> int:
+        """The value of the counter, once it is not 0. What was counted before the peer went counts. Raises ChannelClosed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(counter.number, select.POLLIN)
-        poll.register(self._socket.number, select.POLLRDHUP)
         gone = False
         while True:
             try:
-                return os.eventfd_read(counter.number)
+                return os.eventfd_read(self._counter.number)
             except BlockingIOError:
                 if gone:
                     raise ChannelClosed(f"{self.peer} closed the connection") from None
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            events = poll.poll(None if left is None else left * 1e3)
+            events = self._poll.poll(None if left is None else left * 1e3)
             if not events and left is not None:
                 raise ChannelClosed(f"{self.peer}: nothing for {timeout_s:g} s")
             gone = any(number == self._socket.number for number, _ in events)
@@ -121,14 +123,14 @@ class RingSender(_RingChannel):
     """P's end: frames go into the ring, answers come over the socket."""
 
     def __init__(self, stream: StreamChannel, ring: Ring) -> None:
-        super().__init__(stream, ring)
+        super().__init__(stream, ring, ring.space)
         self._free = ring.capacity
         self._reserved: deque[Placement] = deque()
 
     def await_room(self, size: int) -> None:
         needed = place(self._position, size, self._ring.capacity).occupied
         while self._free < needed:
-            self._gain(self._take(self._ring.space, STALL_S if self._timeout_s is None else self._timeout_s))
+            self._gain(self._take(STALL_S if self._timeout_s is None else self._timeout_s))
 
     def has_room(self, size: int) -> bool:
         needed = place(self._position, size, self._ring.capacity).occupied
@@ -169,9 +171,10 @@ class RingReceiver(_RingChannel):
     """D's end: frames come out of the ring, answers go over the socket."""
 
     def __init__(self, stream: StreamChannel, ring: Ring) -> None:
-        super().__init__(stream, ring)
+        super().__init__(stream, ring, ring.frames)
         self._available = 0
         self._in_use = 0  # bytes of the record whose payload may be in use
+        self._spare = 0  # bytes of records before it, to be given back
 
     def await_room(self, size: int) -> None:
         self._stream.await_room(size)
@@ -187,11 +190,14 @@ class RingReceiver(_RingChannel):
 
     def receive_header(self) -> bytes:
         ring = self._ring
-        if self._in_use:
-            os.eventfd_write(ring.space.number, self._in_use // ALIGNMENT)
-            self._in_use = 0
+        self._spare += self._in_use
+        self._in_use = 0
+        # One call for several records, but never while this end sleeps: P may be waiting for just these bytes.
+        if self._spare and (not self._available or self._spare >= ring.capacity // 4):
+            os.eventfd_write(ring.space.number, self._spare // ALIGNMENT)
+            self._spare = 0
         if not self._available:
-            self._available = self._take(ring.frames, self._timeout_s)
+            self._available = self._take(self._timeout_s)
         self._available -= 1
         slot = bytes(
             ring.bytes[self._position : self._position + SLOT_BYTES]

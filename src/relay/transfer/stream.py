@@ -78,7 +78,7 @@ class StreamChannel:
         received = 0
         try:
             while received < len(view):
-                count = self.socket.recv_into(view[received:])
+                count = self.socket.recv_into(view[received:], 0, socket.MSG_WAITALL)
                 if count == 0:
                     where = where or (" in the middle of a frame" if received else "")
                     middle = f"{where} ({received} of {len(view)} bytes)" if where else ""

@@ -43,29 +43,40 @@ static inline uint32_t move_over(const uint32_t table[4][256], uint32_t state)
     return table[0][state & 255] ^ table[1][state >> 8 & 255] ^ table[2][state >> 16 & 255] ^ table[3][state >> 24];
 }
 
-static inline uint64_t word_at(const uint8_t *data)
+/* Eight bytes of `data`, loaded once and, with `copy`, stored there: the instruction leaves the store unit idle. */
+static inline uint64_t word_of(const uint8_t *data, uint8_t *copy, size_t at)
 {
-    uint64_t word;
-    memcpy(&word, data, 8);
+    typedef uint64_t __attribute__((aligned(1), may_alias)) word_t;
+    const uint64_t word = *(const volatile word_t *)(data + at);
+    if (copy) *(word_t *)(copy + at) = word;
     return word;
 }
 
-uint32_t relay_crc32c(uint32_t crc, const uint8_t *data, size_t size)
+static inline uint32_t fold(uint32_t crc, uint8_t *copy, const uint8_t *data, size_t size)
 {
     uint32_t state = ~crc;
-    for (; size >= 3 * LANE; size -= 3 * LANE, data += 3 * LANE) {
+    size_t at = 0;
+    for (; at + 3 * LANE <= size; at += 3 * LANE) {
         uint32_t second = 0, third = 0;
-        for (int i = 0; i < LANE; i += 8) {
-            state = STEP8(state, word_at(data + i));
-            second = STEP8(second, word_at(data + LANE + i));
-            third = STEP8(third, word_at(data + 2 * LANE + i));
+        for (size_t i = at; i < at + LANE; i += 8) {
+            state = STEP8(state, word_of(data, copy, i));
+            second = STEP8(second, word_of(data, copy, i + LANE));
+            third = STEP8(third, word_of(data, copy, i + 2 * LANE));
         }
         state = move_over(over_lanes[1], state) ^ move_over(over_lanes[0], second) ^ third;
     }
-    for (; size >= 8; size -= 8, data += 8) state = STEP8(state, word_at(data));
-    for (; size; size--, data++) state = STEP1(state, *data);
+    for (; at + 8 <= size; at += 8) state = STEP8(state, word_of(data, copy, at));
+    for (; at < size; at++) {
+        const uint8_t byte = *(const volatile uint8_t *)(data + at);
+        if (copy) copy[at] = byte;
+        state = STEP1(state, byte);
+    }
     return ~state;
 }
+
+uint32_t relay_crc32c(uint32_t crc, const uint8_t *data, size_t size) { return fold(crc, NULL, data, size); }
+
+uint32_t relay_crc32c_copy(uint32_t crc, uint8_t *copy, const uint8_t *data, size_t size) { return fold(crc, copy, data, size); }
 
 #else
 
@@ -94,6 +105,12 @@ uint32_t relay_crc32c(uint32_t crc, const uint8_t *data, size_t size)
     }
     for (; size; size--, data++) state = state >> 8 ^ table[0][(state ^ *data) & 255];
     return ~state;
+}
+
+uint32_t relay_crc32c_copy(uint32_t crc, uint8_t *copy, const uint8_t *data, size_t size)
+{
+    memcpy(copy, data, size);
+    return relay_crc32c(crc, copy, size);
 }
 
 #endif

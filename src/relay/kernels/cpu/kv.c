@@ -2,7 +2,8 @@
  *
  * Canonical order of a layer: K then V of the positions, each [token][kv_head][dim] in the cache's dtype. Bytes move in pieces of at
  * most one unit, small enough that the CRC and the copy share them in the first-level cache. On the way in a piece is first fetched
- * into private memory: `data` may be shared with another process, and what is checked must be what is written. */
+ * into private memory: `data` may be shared with another process, and what is checked must be what is written. From there it goes
+ * past the caches: a line written whole needs no fetching, and D reads it once, at its first step. */
 #include "kv.h"
 
 #include <string.h>
@@ -17,14 +18,14 @@ static int move_unit(const model_t *model, uint8_t *cache, uint8_t *bytes, int64
 {
 #ifdef RELAY_SHUFFLES
     const int64_t element = kv_element(model), column = UNIT * element;
-    const int side = (int)(16 / element);
+    const int side = (int)(16 / element), past = to_cache && (uintptr_t)cache % 16 == 0;
     for (int d = 0; d < model->head_dim; d += side)
         for (int token = 0; token < UNIT; token += side) {
             uint8_t *tile = cache + d * column + token * element, *rows = bytes + token * width + d * element;
-            if (side == 4 && to_cache) transpose_4x4(rows, width, tile, column);
-            else if (side == 4) transpose_4x4(tile, column, rows, width);
-            else if (to_cache) transpose_8x8(rows, width, tile, column);
-            else transpose_8x8(tile, column, rows, width);
+            if (side == 4 && to_cache) transpose_4x4(rows, width, tile, column, past);
+            else if (side == 4) transpose_4x4(tile, column, rows, width, 0);
+            else if (to_cache) transpose_8x8(rows, width, tile, column, past);
+            else transpose_8x8(tile, column, rows, width, 0);
         }
     return 1;
 #else
@@ -54,6 +55,22 @@ static void move_keys(const model_t *model, int layer, int64_t block, int64_t of
     }
 }
 
+/* `size` bytes into the cache. */
+static inline void copy_past(uint8_t *to, const uint8_t *from, size_t size)
+{
+#ifdef RELAY_SHUFFLES
+    if ((uintptr_t)to % 16 == 0 && size % 16 == 0) {
+        for (size_t at = 0; at < size; at += 16) {
+            w4 value;
+            memcpy(&value, from + at, 16);
+            put16(to + at, value, 1);
+        }
+        return;
+    }
+#endif
+    memcpy(to, from, size);
+}
+
 static void move_values(const model_t *model, int layer, int64_t block, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
 {
     const size_t head = (size_t)(model->head_dim * kv_element(model));
@@ -61,7 +78,8 @@ static void move_values(const model_t *model, int layer, int64_t block, int64_t 
     for (int h = 0; h < model->kv_heads; h++, cache += model->block_size * (int64_t)head, bytes += head)
         for (int64_t i = 0; i < count; i++) {
             uint8_t *there = cache + i * (int64_t)head, *row = bytes + i * width;
-            memcpy(to_cache ? there : row, to_cache ? row : there, head);
+            if (to_cache) copy_past(there, row, head);
+            else memcpy(row, there, head);
         }
 }
 
@@ -85,13 +103,15 @@ static int move(const model_t *model, int layer, const int32_t *table, int64_t f
             if (some > most) some = most;
             const size_t size = (size_t)(some * width);
             if (to_cache) {
-                memcpy(piece, data, size);
                 bytes = piece;
-                running = relay_crc32c(running, piece, size);
+                running = relay_crc32c_copy(running, piece, data, size);
             }
             (values ? move_values : move_keys)(model, layer, table[position / model->block_size], offset, some, bytes, width, to_cache);
             if (!to_cache) running = relay_crc32c(running, data, size);
         }
+#if defined(__SSE2__)
+    if (to_cache) _mm_sfence(); /* stores past the caches come in no order of their own: before anyone is told */
+#endif
     *crc = running;
     return OK;
 }

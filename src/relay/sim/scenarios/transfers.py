@@ -6,6 +6,7 @@ from relay.config import BreakerConfig
 from relay.sim.clients import Client
 from relay.sim.engine import TICK_NS
 from relay.sim.forgery import FORGERIES
+from relay.sim.gateway import HOST
 from relay.sim.scenarios.stage import Scenario, Stage, cluster, control, scheduler
 from relay.sim.seldom import BLOCK_ADOPTED
 from relay.sim.swarm import MS
@@ -154,6 +155,20 @@ def _refusals(stage: Stage) -> None:
     )
 
 
+def _refused_and_again(stage: Stage) -> None:
+    for salt in range(6):
+        first = stage.submit(prompt=24, max_tokens=3, salt=2 * salt)
+        stage.until(lambda: bool(first.tokens[0]), "the worker is full")  # noqa: B023 - called at once
+        stage.world.network.repeat_next_control[HOST] = 1
+        refused = stage.counter("refused_full")
+        second = stage.submit(prompt=24, max_tokens=80, salt=2 * salt + 1)
+        stage.until(lambda: stage.counter("refused_full") > refused, "the second one is refused")  # noqa: B023
+        stage.disconnect(second)
+        stage.finish(first)
+        stage.wait(160)  # the order comes again, and what it began would be noticed
+        stage.require(stage.all_idle(), "an order is carried out that nobody wants")
+
+
 def _crosswise(stage: Stage) -> None:
     gateways = stage.world.gateways.values()
     stage.until(lambda: all(len(node.core.state.ready_workers()) == 2 for node in gateways), "both see both workers")
@@ -230,6 +245,13 @@ SCENARIOS = (
         "24 requests for two decode workers that hold two each: all are answered, with few refusals",
         cluster(1, 2, worker=WorkerConfig(report_interval_ns=10 * MS, max_held=2)),
         _refusals,
+    ),
+    Scenario(
+        "refused-and-again",
+        "the fault matrix of this project: an order that was refused came a second time when there was room, and was taken",
+        "a full worker refuses, its client leaves, and the same order comes again when the worker is free: nothing is computed",
+        cluster(0, 1, worker=WorkerConfig(report_interval_ns=10 * MS, max_held=1)),
+        _refused_and_again,
     ),
     Scenario(
         "crosswise",
