@@ -58,7 +58,7 @@ chaos-gateways: $(VENV)/.base
 # And with packets that are lost: where that is impossible (no root, no nft) one line says so, and nothing is done.
 chaos-netns: $(VENV)/.base
 	@$(BIN)/relay chaos $(CHAOS_NETNS) --keep build/chaos-netns --output benchmarks/results/cpu/chaos_netns.json; \
-	  status=$$?; [ $$status -eq 8 ] && exit 0; [ $$status -eq 0 ] && $(BIN)/python -m benchmarks.tables || exit $$status
+	  status=$$?; if [ $$status -eq 8 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; $(BIN)/python -m benchmarks.tables
 
 # Time to resume, alone on the machine: some 5 minutes.
 resume: $(VENV)/.base
