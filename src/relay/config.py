@@ -16,8 +16,8 @@ BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
-TransportName = Literal["auto", "tcp", "shm"]
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
+TransportName = Literal["auto", "tcp", "shm", "nixl"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "nixl")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -248,6 +248,10 @@ class WorkerConfig:
         _check(
             self.backend == "cuda" or not (self.by_role.prefill or self.by_role.decode),
             f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
+        )
+        _check(
+            self.backend == "cpu" or self.by_role.ranks == 1,
+            f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
         )
         if self.backend == "cuda":
             _check(

@@ -47,6 +47,13 @@ from relay.devices import RoleDevices
 @click.option(
     "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Part of each GPU that workers share."
 )
+@click.option(
+    "--tensor-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes that share each worker's work, up to 8; output is exact for each number, and differs between numbers.",
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache of each worker [default: 1G; cuda: what the GPU has left]."
@@ -68,7 +75,7 @@ from relay.devices import RoleDevices
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP.",
+    help="How KV travels; auto: shared memory on one host, else TCP. nixl: needs the extra of that name.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
@@ -119,6 +126,7 @@ def serve(
     device: str,
     prefill_devices: str | None,
     decode_devices: str | None,
+    tensor_parallel_size: int,
     gpu_memory_utilization: float,
     threads: int,
     kv_cache_memory: str | None,
@@ -142,7 +150,11 @@ def serve(
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
-    by_role = RoleDevices(_names(prefill_devices), _names(decode_devices))
+    by_role = RoleDevices(_names(prefill_devices), _names(decode_devices), tensor_parallel_size)
+    if transport == "nixl":
+        from relay.transfer.nixl.wire import require_installed
+
+        require_installed()
     config = ServeConfig(
         model=model,
         host=host,

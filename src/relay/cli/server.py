@@ -245,6 +245,10 @@ def open_served_model(config: ServeConfig) -> "LoadedModel":
 
 def found_devices(config: ServeConfig, model: "LoadedModel") -> list[str]:
     """Lines for the banner; none for backends without devices. Raises UsageError or DoesNotFitError, before anything starts."""
+    from relay.kernels.ranks.split import check_ranks
+    from relay.models.llama import geometry
+
+    check_ranks(geometry(model.config), config.worker.by_role.ranks)
     if config.worker.backend != "cuda":
         return []
     from relay.cli.devices import device_lines

@@ -117,6 +117,8 @@ class LocalWorkers:
             backend=config.backend,
             threads=config.threads,
             device=device,
+            ranks=config.by_role.ranks,
+            rank_devices=list(devices) if len(devices) > 1 else [],
             gpu_memory_fraction=config.gpu_memory_utilization / sharers,
             weights_socket=f"relay-weights-{self._secret}-{device}" if shared else "",
             gpu_sharers=sharers,

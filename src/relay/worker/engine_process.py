@@ -150,6 +150,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         host=host_identity(),
         kv_addresses=transport.addresses,
         transports=tuple(wire.scheme for wire in wires),
+        tensor_parallel=spec.ranks,
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,

@@ -91,8 +91,8 @@ class CpuBackend:
             self._buffers[buffer] = data
             self._model.buffers[records.BUFFER_INDEX[buffer]] = records.BufferRecord(data.ctypes.data, stride)
 
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
-        """See ``Backend.allocate_kv``. Layout: program.h."""
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: np.ndarray | None = None) -> None:
+        """See ``Backend.allocate_kv``. Layout: program.h. ``memory``: where the pool lies; uint8, zero, page aligned."""
         geometry = self._loaded().program.geometry
         if dtype not in _KV_BYTES:
             raise UsageError(f"KV cache dtype {dtype!r}: use {' or '.join(_KV_BYTES)}")
@@ -103,7 +103,10 @@ class CpuBackend:
         layer_bytes = 2 * block_size * geometry.kv_width * _KV_BYTES[dtype]
         model = self._model
         model.layer_bytes, model.block_bytes = layer_bytes, layer_bytes * geometry.num_layers
-        self._kv = reserve(num_blocks * model.block_bytes, f"a KV cache of {num_blocks} blocks")
+        size = num_blocks * model.block_bytes
+        if memory is not None and memory.size < size:
+            raise ValueError(f"{memory.size} bytes for a KV cache of {size}")
+        self._kv = reserve(size, f"a KV cache of {num_blocks} blocks") if memory is None else memory
         self._kv_dtype = dtype
         model.kv, model.kv_half = self._kv.ctypes.data, int(dtype == "bfloat16")
         model.block_size, model.num_blocks = block_size, num_blocks
@@ -203,17 +206,14 @@ class CpuBackend:
 
     def read_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> int:
         """``read_kv`` that also returns the CRC32C of the bytes, in the same pass."""
-        target = np.frombuffer(out, dtype=np.uint8)
-        if not target.flags.writeable:
+        if out.readonly:
             raise ValueError("out is read-only")
-        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, target)
+        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, out)
 
     def write_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> int:
         """``write_kv`` that also returns the CRC32C of the bytes, in the same pass. The caller compares it before it lets
         anyone read the blocks."""
-        return self._move_kv(
-            self._library.relay_write_kv, layer, block_table, first, count, np.frombuffer(data, dtype=np.uint8)
-        )
+        return self._move_kv(self._library.relay_write_kv, layer, block_table, first, count, data)
 
     def _move_kv(
         self,
@@ -222,25 +222,20 @@ class CpuBackend:
         block_table: np.ndarray,
         first: int,
         count: int,
-        data: np.ndarray,
+        data: memoryview,
     ) -> int:
         geometry = self._loaded().program.geometry
         table = np.ascontiguousarray(block_table, dtype=np.int32)
-        if data.size != count * self.kv_bytes_per_token_layer():
-            raise ValueError(f"{count} tokens take {count * self.kv_bytes_per_token_layer()} bytes, not {data.size}")
+        size = count * self.kv_bytes_per_token_layer()
+        if data.nbytes != size:
+            raise ValueError(f"{count} tokens take {size} bytes, not {data.nbytes}")
         if not 0 <= layer < geometry.num_layers or first < 0 or count < 0:
             raise ValueError(f"layer {layer}, positions {first} + {count}")
         if first + count > len(table) * self._model.block_size:
             raise ValueError(records.ERRORS[3])
         crc = ctypes.c_uint32()
         status = function(
-            ctypes.addressof(self._model),
-            layer,
-            address(table),
-            first,
-            count,
-            address(data),
-            ctypes.addressof(crc),
+            ctypes.addressof(self._model), layer, address(table), first, count, address(data), ctypes.addressof(crc)
         )
         if status:
             raise ValueError(records.ERRORS[status])
