@@ -60,7 +60,7 @@ chaos-netns: $(VENV)/.base
 	@$(BIN)/relay chaos $(CHAOS_NETNS) --keep build/chaos-netns --output benchmarks/results/cpu/chaos_netns.json; \
 	  status=$$?; if [ $$status -eq 8 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; $(BIN)/python -m benchmarks.tables
 
-# Time to resume, alone on the machine: some 5 minutes.
+# Time to resume, alone on the machine: some 10 minutes.
 resume: $(VENV)/.base
 	$(BIN)/python -m benchmarks.resume --json benchmarks/results/cpu/resume.json
 	$(BIN)/python -m benchmarks.tables
