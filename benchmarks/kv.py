@@ -1,7 +1,7 @@
 """``relay bench kv`` of one KV dtype, with the provenance of its figures, and its pictures for the docs.
 
-Run: ``python -m benchmarks.kv float32`` (or ``bfloat16``); writes ``benchmarks/results/cpu/kv_float32.json``. The pictures, of fp32, go
-to ``docs/images``. What follows the dtype is passed on to ``relay bench kv``.
+Run: ``python -m benchmarks.kv float32`` (or ``bfloat16``); writes ``benchmarks/results/cpu/kv_float32.json``. The pictures,
+of fp32, go to ``docs/images``. What follows the dtype is passed on to ``relay bench kv``.
 """
 
 import argparse
