@@ -9,7 +9,7 @@ ARGS ?=
 # Arguments for `relay chaos`
 CHAOS ?= --requests 170 --faults 75 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3
 
-.PHONY: serve test check lint types contract verify sim chaos bench tables clean
+.PHONY: serve test check lint types contract verify sim sim-fresh chaos bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
@@ -37,6 +37,11 @@ SEEDS ?= 2000
 sim: $(VENV)/.base
 	$(BIN)/relay sim --seeds $(SEEDS) --json > benchmarks/results/cpu/sim.json; \
 	  status=$$?; cat benchmarks/results/cpu/sim.json; exit $$status
+
+# Seeds that nobody has run yet, for SIM_MINUTES. A violation is printed with the command that plays it again.
+SIM_MINUTES ?= 10
+sim-fresh: $(VENV)/.base
+	$(BIN)/relay sim --time-limit $$(($(SIM_MINUTES) * 60)) --fresh --no-fill
 
 # The full run of docs/failure-model.md, some 20 minutes. What passed is kept under build/chaos: an interrupted run goes on there.
 chaos: $(VENV)/.base

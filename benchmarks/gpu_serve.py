@@ -106,18 +106,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: str, *flags: str) -> Iterator[Server]:
-    """Start ``relay serve --backend cuda``, wait until ready, end it with SIGINT."""
+def serving(
+    model: str, *flags: str, backend: str = "cuda", ready_within_s: float = READY_TIMEOUT_S
+) -> Iterator[Server]:
+    """Start ``relay serve``, wait until ready, end it with SIGINT."""
     port = free_port()
     log = Path(f"/tmp/gpu_serve.{port}.log")
-    command = [sys.executable, "-m", "relay.cli.main", "serve", model, "--backend", "cuda", "--port", str(port)]
+    command = [sys.executable, "-m", "relay.cli.main", "serve", model, "--backend", backend, "--port", str(port)]
     command += ["--offline", "--grace", "0", "--log-level", "debug", *flags]
     began = time.perf_counter()
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         while True:
-            if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
+            if process.poll() is not None or time.perf_counter() - began > ready_within_s:
                 raise RuntimeError(f"not ready:\n{log.read_text()[-6000:]}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 status = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5))

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from relay.devices import RoleDevices, check_names
 from relay.errors import UsageError
 
 BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
-TransportName = Literal["auto", "tcp", "shm"]
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
+TransportName = Literal["auto", "tcp", "shm", "nixl"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "nixl")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -60,7 +61,8 @@ class DetectorConfig:
 class RestartConfig:
     """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
 
-    A worker that was ready and then killed comes back at once however often that happens.
+    A worker that was ready and then killed comes back at once however often that happens, but after what it had has gone on
+    elsewhere: its start takes half a second of processor time that the others' prefill needs.
     """
 
     first_delay_s: float = 0.1
@@ -69,6 +71,7 @@ class RestartConfig:
     crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
     start_attempts: int = 3  # before the cluster was ever complete
     exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
+    yield_s: float = 1.0  # the longest wait for that
     report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
 
 
@@ -202,7 +205,10 @@ class WorkerConfig:
     transport: TransportName = "auto"
     growth_tokens: int = 128  # room kept for each running sequence to grow; less means more sequences and preemptions
     record: Path | None = None  # folder for recordings of the cores, see record/
-    devices: tuple[str, ...] = ("cuda:0",)  # of the cuda backend; workers take them in turn
+    devices: tuple[str, ...] = (
+        "cuda:0",
+    )  # of the cuda backend; workers without a list of their role take them in turn
+    by_role: RoleDevices = field(default_factory=RoleDevices)
     gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
     def __post_init__(self) -> None:
@@ -238,9 +244,14 @@ class WorkerConfig:
             0 < self.gpu_memory_utilization <= 1,
             f"--gpu-memory-utilization must be over 0 and at most 1, not {self.gpu_memory_utilization:g}",
         )
+        check_names("--device", self.devices)
         _check(
-            bool(self.devices) and all(re.fullmatch(r"cuda:\d{1,3}", device) for device in self.devices),
-            f"--device must be cuda:N, or several with commas, not {','.join(self.devices)!r}",
+            self.backend == "cuda" or not (self.by_role.prefill or self.by_role.decode),
+            f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
+        )
+        _check(
+            self.backend == "cpu" or self.by_role.ranks == 1,
+            f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
         )
         if self.backend == "cuda":
             _check(

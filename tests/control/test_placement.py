@@ -185,7 +185,7 @@ def test_full_d_then_the_next_then_a_queue_then_computing_there() -> None:
     assert any(isinstance(message, Run) for index in range(2) for message in sent(world, f"decode-{index}"))
     world.to_engine.clear()
     for worker in world.core.state.workers.values():
-        worker.full = True
+        worker.reserving_refused.blocked = True
     world.now_ns += 600_000_000
     world.core.state.changed = True
     world.handle(e.RequestCancelled(999))  # any event

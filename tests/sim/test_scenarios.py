@@ -58,6 +58,8 @@ def test_a_scenario_repeats() -> None:
         ("sigstop-leader", "a frozen engine is fine"),
         ("partial-kv", "a layer short accepted"),
         ("long-prefill-queue", "leases are not renewed"),
+        ("prefill-hands-back", "a peer's drain is told as its own"),
+        ("refused-and-again", "a refused order is taken when it comes again"),
         ("stranded-kv-lease", "leases never expire on P"),
         ("stranded-kv-lease", "leases never expire on D"),
         ("registry-blip", "hedge budget ignored"),
@@ -74,6 +76,7 @@ def test_a_scenario_repeats() -> None:
         ("sigterm-under-load", "a drain never ends"),
         ("restart-storm", "a crash loop starts again at once"),
         ("decode-oom", "a failed step counts as computed"),
+        ("crosswise", "refused work is asked for again at once"),
     ],
 )
 def test_a_scenario_notices_what_went_wrong_there(scenario: str, mutant: str) -> None:

@@ -27,25 +27,25 @@ from relay.transfer.frame import (
     verify,
 )
 
-KV = Header(Kind.KV, 0x0102030405060708, 9, 2, 29, 0, 3, 512, 4, 0, 16)
+KV = Header(Kind.KV, 0x0102030405060708, 9, 2, 29, 0, 3, 512, 4, 0, 16, 3)
 KV_PAYLOAD = bytes(range(16))
 GOLDEN = {
     "kv": (
         KV,
         KV_PAYLOAD,
-        "524c4b56" "02" "02" "0000" "0807060504030201" "0900000000000000" "02000000" "1d000000" "0000" "0300"
+        "524c4b56" "03" "02" "0000" "0807060504030201" "0900000000000000" "02000000" "1d000200" "0000" "0300"
         "00020000" "04000000" "10000000",
     ),
     "handoff": (
         Header(Kind.HANDOFF, 7, 1, 1, first_token=64, token_count=0, flags=FLAG_EMPTY, payload_bytes=0),
         b"",
-        "524c4b56" "02" "03" "0100" "0700000000000000" "0100000000000000" "01000000" "00000000" "0000" "0000"
+        "524c4b56" "03" "03" "0100" "0700000000000000" "0100000000000000" "01000000" "00000000" "0000" "0000"
         "40000000" "00000000" "00000000",
     ),
     "credit": (
         Header(Kind.CREDIT, 1, 2, 3, payload_bytes=19),
         encode_payload(Credit(1 << 20)),
-        "524c4b56" "02" "06" "0000" "0100000000000000" "0200000000000000" "03000000" "00000000" "0000" "0000"
+        "524c4b56" "03" "06" "0000" "0100000000000000" "0200000000000000" "03000000" "00000000" "0000" "0000"
         "00000000" "00000000" "13000000",
     ),
 }  # fmt: skip
@@ -88,12 +88,13 @@ headers = st.builds(
     transfer=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**64 - 1),
     attempt=st.integers(0, 2**32 - 1),
-    layer=st.integers(0, 2**32 - 1),
+    layer=st.integers(0, 2**16 - 1),
     first_head=st.integers(0, 2**16 - 1),
     head_count=st.integers(0, 2**16 - 1),
     first_token=st.integers(0, 2**32 - 1),
     token_count=st.integers(0, 2**32 - 1),
     flags=st.sampled_from([0, FLAG_EMPTY]),
+    layers=st.integers(1, 2**16),
 )
 
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from relay.transfer.channel import ChannelClosed, read_frame, send_frame
 from relay.transfer.checksum import crc32c
-from relay.transfer.frame import HEADER_BYTES, MAX_KV_BYTES, FrameError, Header, Kind, seal, seal_over
+from relay.transfer.frame import HEADER_BYTES, FrameError, Header, Kind, seal, seal_over
 from relay.transfer.ring import (
     DEFAULT_RING_BYTES,
     MIN_RING_BYTES,
     SLOT_BYTES,
     check_capacity,
     header_of,
+    largest_payload,
     place,
     slot_bytes,
 )
@@ -26,6 +27,7 @@ from relay.transfer.shm import offer_ring, take_ring
 from relay.transfer.stream import StreamChannel
 
 CAPACITY = -(-MIN_RING_BYTES // 4096) * 4096
+LARGEST = largest_payload(CAPACITY)
 
 
 class Ends:
@@ -59,7 +61,7 @@ def ends():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, MAX_KV_BYTES), max_size=60))
+@given(st.lists(st.integers(0, LARGEST), max_size=60))
 def test_records_never_overlap_what_is_not_given_back(sizes):
     """Whatever the sizes: as long as the occupied bytes in use fit, no two records share a byte."""
     position, used = 0, []
@@ -81,8 +83,8 @@ def test_records_never_overlap_what_is_not_given_back(sizes):
 
 
 def test_a_payload_over_the_limit_has_no_place():
-    with pytest.raises(FrameError, match="over the limit"):
-        place(0, MAX_KV_BYTES + 1, CAPACITY)
+    with pytest.raises(FrameError, match="takes"):
+        place(0, LARGEST + 1, CAPACITY)
 
 
 @pytest.mark.parametrize("capacity", [0, 4096, MIN_RING_BYTES - 4096, DEFAULT_RING_BYTES + 1, 1 << 40])
@@ -92,7 +94,7 @@ def test_capacities_that_are_refused(capacity):
 
 
 def test_many_laps_in_order(ends):
-    sizes = [0, 1, 63, 64, 65, 300_000, MAX_KV_BYTES, 4096] * 8
+    sizes = [0, 1, 63, 64, 65, 300_000, LARGEST, 4096] * 8
     thread = threading.Thread(target=lambda: [ends.send(bytes([i % 251]) * size, i) for i, size in enumerate(sizes)])
     thread.start()
     for i, size in enumerate(sizes):
@@ -107,23 +109,23 @@ def test_answers_go_the_other_way(ends):
 
 def test_a_full_ring_waits_and_does_not_overwrite(ends):
     for i in range(2):
-        ends.send(bytes([i]) * MAX_KV_BYTES, i)
+        ends.send(bytes([i]) * LARGEST, i)
     done = threading.Event()
-    threading.Thread(target=lambda: (ends.send(bytes(MAX_KV_BYTES), 2), done.set()), daemon=True).start()
+    threading.Thread(target=lambda: (ends.send(bytes(LARGEST), 2), done.set()), daemon=True).start()
     assert not done.wait(0.2)
-    assert ends.receive() == (0, bytes(MAX_KV_BYTES))
+    assert ends.receive() == (0, bytes(LARGEST))
     assert not done.wait(0.2)  # the payload is valid until the next header is asked for
-    assert ends.receive() == (1, bytes([1]) * MAX_KV_BYTES)
+    assert ends.receive() == (1, bytes([1]) * LARGEST)
     assert done.wait(10)
-    assert ends.receive() == (2, bytes(MAX_KV_BYTES))
+    assert ends.receive() == (2, bytes(LARGEST))
 
 
 def test_a_peer_that_takes_nothing_is_given_up(ends):
     ends.sender.set_timeout(0.2)
     for _ in range(2):
-        ends.send(bytes(MAX_KV_BYTES))
+        ends.send(bytes(LARGEST))
     with pytest.raises(ChannelClosed, match=r"nothing for 0\.2 s"):
-        ends.send(bytes(MAX_KV_BYTES))
+        ends.send(bytes(LARGEST))
 
 
 def test_what_was_sent_before_the_end_arrives(ends):
@@ -160,7 +162,7 @@ def write_record(ends, number, raw_header, payload=b""):
 
 
 def test_a_lying_length_stays_inside_the_ring(ends):
-    write_record(ends, 0, seal_over(Header(Kind.KV, payload_bytes=MAX_KV_BYTES), 0, crc32c))
+    write_record(ends, 0, seal_over(Header(Kind.KV, payload_bytes=LARGEST), 0, crc32c))
     header, payload, expected = read_frame(ends.receiver, crc32c)
     assert len(payload) == header.payload_bytes
     assert crc32c(payload) != expected
@@ -199,9 +201,9 @@ def test_the_header_is_copied_before_it_is_looked_at(ends):
 def test_space_that_was_never_taken(ends):
     os.eventfd_write(ends.receiver._ring.space.number, 1 << 40)
     for _ in range(2):
-        ends.send(bytes(MAX_KV_BYTES))
+        ends.send(bytes(LARGEST))
     with pytest.raises(FrameError, match="more of the ring than there is"):
-        ends.send(bytes(MAX_KV_BYTES))
+        ends.send(bytes(LARGEST))
 
 
 def memory(size, seals):

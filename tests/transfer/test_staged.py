@@ -7,8 +7,8 @@ from collections import deque
 import numpy as np
 import pytest
 
-from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged
-from relay.transfer.frame import Handoff
+from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged, read_frame_kv, write_frame_kv
+from relay.transfer.frame import Handoff, Header, Kind
 from tests.transfer.nodes import SOURCE_TABLE, TARGET_TABLE, WAIT_S, Node, announce, receive_order, send_order
 from tests.transfer.stores import ArrayStore
 
@@ -44,11 +44,17 @@ class FakeStream(ArrayStore):
     def unregister(self, region):
         self.pinned.remove(region)
 
-    def stage(self, layer, block_table, first, count, out):
-        return self._enqueue("stage", lambda: self.read_kv(layer, block_table, first, count, out))
+    def stage(self, layer, block_table, first, count, out, layers=1):
+        header = Header(
+            Kind.KV, layer=layer, first_token=first, token_count=count, payload_bytes=len(out), layers=layers
+        )
+        return self._enqueue("stage", lambda: read_frame_kv(self, header, block_table, out))
 
-    def collect(self, layer, block_table, first, count, data):
-        return self._enqueue("collect", lambda: self.write_kv(layer, block_table, first, count, data))
+    def collect(self, layer, block_table, first, count, data, layers=1):
+        header = Header(
+            Kind.KV, layer=layer, first_token=first, token_count=count, payload_bytes=len(data), layers=layers
+        )
+        return self._enqueue("collect", lambda: write_frame_kv(self, header, block_table, data))
 
     def _enqueue(self, name, work):
         copy = FakeCopy(work)

@@ -25,6 +25,7 @@ from relay.transfer.inproc import InprocTransport, Network
 from tests.transfer.stores import LAYOUT, ArrayStore, identity
 
 LIMITS = TransferLimits(min_frame_bytes=256, max_frame_bytes=512, window_bytes=1024)
+JOINED = TransferLimits(min_frame_bytes=256, max_frame_bytes=2048, window_bytes=4096, join_bytes=1024)
 TOKENS = 40
 HANDOFF = Handoff(token_id=17)
 SOURCE_TABLE = np.array([4, 2, 9], np.int32)
@@ -43,11 +44,12 @@ class HostileTransfer:
         self.random = random.Random(seed)
         self.first = self.random.choice([0, 0, 0, 7, 16, 39, 40])
         self.faults = self.random.sample(FAULTS, self.random.randint(0, 3))
+        limits = self.random.choice([LIMITS, JOINED])
         self.network = Network(crc32c)
         self.source_store, self.target_store = ArrayStore(seed=3), ArrayStore()
         self.events = {"p": [], "d": []}
-        self.source = InprocTransport(self.network, identity("p"), self.source_store, self.events["p"].append, LIMITS)
-        self.target = InprocTransport(self.network, identity("d"), self.target_store, self.events["d"].append, LIMITS)
+        self.source = InprocTransport(self.network, identity("p"), self.source_store, self.events["p"].append, limits)
+        self.target = InprocTransport(self.network, identity("d"), self.target_store, self.events["d"].append, limits)
         self.target.open_receive(ReceiveOrder(1, 2, "p", 1, self.first, TOKENS, TARGET_TABLE))
         self.source.open_send(SendOrder(1, 2, "d", 1, ("inproc://d",), self.first, TOKENS))
         self.computed = self.source_store.blocks.copy()  # what P computes, again and again the same
@@ -171,7 +173,7 @@ class HostileTransfer:
         for side, events in self.events.items():
             assert len(events) <= (side not in self.aborted), "more than one end"
         for open_sender in self.source._senders.values():
-            assert open_sender.bytes_sent - open_sender._bytes_credited <= LIMITS.window_bytes
+            assert open_sender.bytes_sent - open_sender._bytes_credited <= open_sender.limits.window_bytes
 
 
 @given(st.integers(0, 2**32), st.integers(5, 60))
@@ -245,6 +247,54 @@ def test_frames_are_split_and_coalesced(limits, chunk, expected):
     assert counts == expected
 
 
+def joined(limits, announced):
+    """(layer, layers, first token, token count) of the frames after each announcement of (layer, first, count)."""
+    machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, limits, 0)
+    frames = []
+    for layer, first, count in announced:
+        machine.written(layer, first, count)
+        frames.append([])
+        while (frame := machine.next_frame()) is not None:
+            header = frame.header
+            frames[-1].append((header.layer, header.layers, header.first_token, header.token_count))
+            assert header.payload_bytes == header.layers * header.token_count * LAYOUT.token_bytes
+            machine._bytes_credited = machine.bytes_sent
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("join_bytes", "max_bytes", "expected"),
+    [
+        (0, 4096, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),  # 1,024 bytes a layer
+        (1024, 4096, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
+        (2048, 4096, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),  # the last layer waits for none
+        (4096, 4096, [[], [], [(0, 3, 0, 16)]]),
+        (2048, 2048, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),
+        (1024, 1024, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
+    ],
+)
+def test_layers_join_in_one_frame(join_bytes, max_bytes, expected):
+    limits = TransferLimits(256, max_bytes, 16384, join_bytes=join_bytes)
+    assert joined(limits, [(0, 0, 16), (1, 0, 16), (2, 0, 16)]) == expected
+
+
+def test_layers_that_are_not_alike_do_not_join():
+    """Cached positions of one layer left before, as after a preemption: each layer goes from where it stands."""
+    limits = TransferLimits(256, 8192, 16384, join_bytes=4096)
+    machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, limits, 0)
+    for layer in range(2):
+        machine.written(layer, 0, 16)
+    assert machine.next_frame() is None
+    machine.written(2, 0, 16)
+    assert machine.next_frame().header.layers == 3
+    machine.written(0, 16, 16)
+    machine.forget_unsent()
+    for layer in range(3):
+        machine.written(layer, 0, TOKENS)
+    frame = machine.next_frame().header
+    assert (frame.layer, frame.layers, frame.first_token, frame.token_count) == (0, 3, 16, 24)
+
+
 def test_a_hole_in_what_p_announces_ends_the_transfer():
     machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, LIMITS, 0)
     machine.written(1, 4, 4)
@@ -289,7 +339,7 @@ def test_frames_that_do_not_belong(over):
         assert machine.reason.startswith("malformed KV frame")
 
 
-@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 21, 1 << 30)])
+@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 25, 1 << 30)])
 def test_limits_that_could_stall_are_refused(limits):
     with pytest.raises(ValueError, match="bytes"):
         TransferLimits(*limits)

@@ -5,6 +5,7 @@ from hashlib import blake2b
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from relay.ids import SequenceKey
 from relay.protocol.messages import (
@@ -24,8 +25,8 @@ from relay.protocol.messages import (
 )
 from relay.transfer.frame import Kind, parse
 from relay.worker import held
-from relay.worker.core import WorkerConfig
-from relay.worker.events import DrainRequested, GatewayLost
+from relay.worker.core import DRAIN_TIMER, WorkerConfig
+from relay.worker.events import DrainRequested, GatewayLost, TimerFired
 from relay.worker.table import MAX_ENDED
 from tests.worker.harness import TINY, World, expected, work
 
@@ -445,7 +446,9 @@ def test_many_requests_on_small_pools_with_preemption(seed):
                     world.prefill(one, other, request, request.request + 1, accepted[0].cached_tokens)
                 else:
                     assert [r.reason for r in other.sent(Refuse)] == ["full"]
-                    waiting.insert(0, request)
+                    again = structs.replace(request, attempt=request.attempt + 1)
+                    requests[requests.index(request)] = again
+                    waiting.insert(0, again)
         worker = rng.choice(workers)
         worker.think()
         world.collect(worker)
@@ -480,6 +483,24 @@ def test_drain_refuses_finishes_says_so_and_exits(world):
     assert w.exited == (0, "drained")
     assert len(w.sent(Drained)) == 1
     w.check_empty()
+
+
+@pytest.mark.parametrize("drains", ["p", "d"])
+def test_what_one_end_hands_back_does_not_look_like_a_drain_of_the_other(world, pair, drains):
+    """`relay sim --seed 624461977268`: P drained, D passed on P's reason, and gateways had the healthy D leave too."""
+    p, d = pair
+    leaving, staying = (p, d) if drains == "p" else (d, p)
+    world.split(p, d, work(LONG, max_tokens=90))
+    leaving.events += [DrainRequested(), TimerFired(DRAIN_TIMER)]
+    leaving.think()
+    assert [failure.reason for failure in leaving.sent(SequenceFailed)] == ["draining"]
+    world.settle()
+    (passed_on,) = world.failures
+    assert passed_on.retry
+    assert passed_on.reason not in ("draining", "")
+    assert "draining" in passed_on.reason
+    assert (leaving.exited, staying.exited) == ((0, "drained"), None)
+    staying.check_empty()
 
 
 def test_drain_that_takes_too_long_hands_back(world, pair):
@@ -603,6 +624,40 @@ def test_an_order_that_comes_again_after_its_end_is_not_taken_again(world, end):
     check_exact(world, later)
 
 
+@pytest.mark.parametrize("order", ["run", "reserve", "prefill"])
+def test_an_order_that_comes_again_after_its_refusal_is_not_taken(world, order):
+    """`relay sim --seed 389311759257`: D was full, then it was not, and held the second copy for nobody."""
+    worker = world.worker("w", max_num_seqs=1, max_num_waiting=1)
+    others = [work(LONG, request=number) for number in (8, 9)]
+    for each in others:
+        worker.order(Run(each))
+        worker.think()
+    request = work(PROMPT)
+    orders = {
+        "run": Run(request),
+        "reserve": Reserve(request, 7, "p", 1),
+        "prefill": Prefill(request, 7, 0, ["d"], "d", 1),
+    }
+    worker.order(orders[order])
+    worker.think()
+    (refusal,) = worker.sent(Refuse)
+    assert (refusal.request, refusal.attempt, refusal.reason) == (1, 1, "full")
+    for each in others:
+        worker.order(Cancel(each.request, 0, 1))
+    world.settle()
+    worker.check_empty()
+    for each in (orders[order], Run(request), Reserve(request, 8, "p", 1)):
+        worker.order(each)
+        worker.think()
+    assert not len(worker.core.held)
+    assert not worker.sent(Accept)
+    assert not worker.sent(Refuse)
+    later = work(PROMPT, attempt=2)
+    worker.order(Run(later))
+    world.settle()
+    check_exact(world, later)
+
+
 def test_ends_are_remembered_up_to_a_bound(world):
     worker = world.worker("w")
     for number in range(1, 40):
@@ -613,5 +668,5 @@ def test_ends_are_remembered_up_to_a_bound(world):
     worker.order(Run(work([5, 6], request=99, max_tokens=1)))
     world.settle()
     assert len(worker.core.held._ended) == MAX_ENDED
-    assert not worker.core.held.is_over(SequenceKey(1, 0, 1))
-    assert worker.core.held.is_over(SequenceKey(99, 0, 1))
+    assert not worker.core.held.is_old(SequenceKey(1, 0, 1))
+    assert worker.core.held.is_old(SequenceKey(99, 0, 1))

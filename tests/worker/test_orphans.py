@@ -189,6 +189,41 @@ def test_a_finished_orphan_keeps_its_tokens_and_no_block(world, w):
     check_empty(w)
 
 
+def test_an_order_that_took_a_finished_orphan_and_comes_again_begins_nothing(world, w):
+    """`relay sim --seed 389311759335`: the second copy was computed, for nobody, and spoke of other cached tokens."""
+    w.order(Run(keyed(1)))
+    steps(w, 3)
+    lose(w, 0)
+    steps(w, 60)
+    w.order(Run(keyed(900)), 1)
+    w.think()
+    told = entries(w, 1)
+    assert told[-1].finish is not None
+    w.order(Run(keyed(900)), 1)
+    w.think()
+    assert w.core.held.by_key == {}
+    steps(w, 60)
+    assert entries(w, 1) == told
+    w.order(Run(keyed(900, attempt=2)), 1)
+    steps(w, 60)
+    assert [entry.attempt for entry in entries(w, 1)[len(told) :]] == [2] * 24
+    check_empty(w)
+
+
+def test_a_refused_order_that_comes_again_takes_no_orphan(world, w):
+    """The gateway went on elsewhere after the refusal: it would never cancel what took the orphan."""
+    w.order(Run(keyed(1)))
+    w.order(Run(keyed(2, key=OTHER, prompt=[5] * 300)), 1)  # too long
+    w.think()
+    assert any(isinstance(message, Refuse) for message in w.heard[1])
+    w.order(Run(keyed(900)), 1)
+    w.order(Cancel(900, 0, 1), 1)
+    lose(w, 0)
+    w.order(Run(keyed(900)), 1)
+    w.think()
+    assert listed(w) == [(KEY, 0)]
+
+
 def test_a_finished_orphan_nobody_asked_for_is_forgotten(world, w):
     w.order(Run(keyed(1)))
     steps(w, 3)

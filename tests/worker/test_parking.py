@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from relay.protocol.messages import Cancel, Drain, Drained, Load, Prefill, Refuse, Reserve, Run, Tokens
+from relay.protocol.messages import Cancel, Drain, Drained, Load, Prefill, Refuse, Reserve, Run, SequenceFailed, Tokens
 from relay.worker.core import WorkerConfig
 from relay.worker.held import HeldState
 from relay.worker.kv_counters import count_received, count_sent
@@ -157,3 +157,18 @@ def test_who_finds_no_room_beside_what_is_parked_takes_its_room(world):
     settle(p)
     assert held.key not in p.core.held.by_key
     assert [entry.request for entry in tokens_of(p)][1:], "the other one was computed"
+    assert [(failed.request, failed.retry) for failed in p.sent(SequenceFailed)] == [(1, True)], "its gateway is told"
+
+
+def test_half_of_the_places_stays_for_others(world):
+    """Found by `relay sim --seed 389311759583`: P was full of one gateway's parked prompts, D of what waited for P."""
+    p = FakeWorker(world, "p", config=WorkerConfig(max_held=3), num_blocks=64)
+    for request in (1, 2):
+        p.order(Run(work([request + 9 * i for i in range(20)], request=request), park_ms=LEASE_MS))
+        settle(p)
+    for request in (3, 4):
+        p.order(Run(work([request + 9 * i for i in range(20)], request=request, max_tokens=9)))
+    p.order(Run(work(PROMPT, request=5), park_ms=LEASE_MS))
+    p.think()
+    assert [refusal.request for refusal in p.sent(Refuse)] == [2, 5], "the other two places are for whoever computes"
+    assert [held.name.request for held in p.core.held.by_key.values()] == [1, 3, 4]

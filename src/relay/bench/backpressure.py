@@ -93,8 +93,7 @@ class Backpressure:
             created=0,
             eos_token_ids=model.config.eos_token_ids,
         )
-        names = [name for name, _ in SLOTS]
-        self._workers = LocalWorkers(config, str(model.pack.path), model.digest, lambda name, line: None, workers=names)
+        self._workers = LocalWorkers(config, str(model.pack.path), model.digest, lambda name, line: None, slots=SLOTS)
         self._core = GatewayCore(ControlConfig(), info, SLOTS)
         self._shell = GatewayShell(self._core, self._workers)
         self._workers.attach(self._shell)

@@ -16,6 +16,8 @@ from relay.bench.ceilings import PairEnd, receive_socket, region
 from relay.bench.stamps import StampedStore, transfer_cpu_s
 from relay.errors import RelayError
 from relay.transfer.contract import ReceiveCompleted, ReceiveOrder, TransferEvent
+from relay.transfer.nixl.agent import installed
+from relay.transfer.nixl.wire import NixlWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, Wire
 from relay.worker.assembly import assemble
@@ -62,7 +64,7 @@ class Target:
         self._store = _EchoStore(self, StampedStore(self._engine.backend))
         self._lock = threading.Lock()
         self.echo = False
-        wires: list[Wire] = [ShmWire(host_identity()), TcpWire()]
+        wires: list[Wire] = [ShmWire(host_identity()), TcpWire(), *([NixlWire()] if installed() else [])]
         self._transport = WiredTransport(
             self._engine.identity, self._store, self._ended, wires, checksum=self._engine.checksum
         )

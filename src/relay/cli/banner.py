@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relay.config import ServeConfig
@@ -14,8 +15,15 @@ if TYPE_CHECKING:
     from relay.models.store import LoadedModel
 
 
-def say_banner(config: ServeConfig, listener: socket.socket, model: "LoadedModel", context: int, ready: str) -> None:
-    """``context``: tokens that are served; ``ready``: how long the start took."""
+def say_banner(
+    config: ServeConfig,
+    listener: socket.socket,
+    model: "LoadedModel",
+    context: int,
+    ready: str,
+    devices: Sequence[str] = (),
+) -> None:
+    """``context``: tokens that are served; ``ready``: how long the start took; ``devices``: lines about GPUs."""
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
@@ -26,6 +34,7 @@ def say_banner(config: ServeConfig, listener: socket.socket, model: "LoadedModel
     asked = config.worker.max_model_len or model.max_model_len
     limited = f", limited by the KV cache from {model.max_model_len}" if context < asked else ""
     lines.append(f"workers  {workers} ({config.worker.backend}){gateways}, context {context} tokens{limited}")
+    lines += [f"devices  {line}" for line in devices]
     lines.append(f"ready    {ready}")
     lines.append(f"try      {first_request(url, name)}")
     # Whoever started us may have stopped reading: that is no reason to stop serving.

@@ -18,6 +18,7 @@ COMMANDS = {
     "restart": ("relay.cli.leave", "restart", "Restart workers without dropping a request."),
     "proxy": ("relay.cli.proxy", "proxy", "Keep streams whole for clients that do not resume."),
     "status": ("relay.cli.status", "status", "Show the workers of a running server."),
+    "devices": ("relay.cli.devices", "devices", "GPUs of this machine and their links."),
     "model": ("relay.cli.model", "model", "Models on this machine."),
     "sim": ("relay.cli.sim", "sim", "Simulate clusters under faults, from seeds."),
     "chaos": ("relay.cli.chaos", "chaos", "Kill real workers; compare every answer."),

@@ -16,6 +16,7 @@ from relay.config import (
     WorkerConfig,
     parse_bytes,
 )
+from relay.devices import RoleDevices
 
 
 @click.command()
@@ -23,9 +24,15 @@ from relay.config import (
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option("--served-model-name", help="Name in the API [default: the model's own].")
-@click.option("--prefill", type=int, default=1, show_default=True, help="Prefill workers; 0 serves colocated.")
 @click.option(
-    "--decode", type=int, default=1, show_default=True, help="Decode workers (with --prefill 0: workers for both)."
+    "--prefill",
+    type=int,
+    help="Prefill workers; 0 serves colocated [default: 1, or one for each of --prefill-devices].",
+)
+@click.option(
+    "--decode",
+    type=int,
+    help="Decode workers (with --prefill 0: workers for both) [default: 1, or one for each of --decode-devices].",
 )
 @click.option(
     "--backend",
@@ -35,8 +42,17 @@ from relay.config import (
     help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
 )
 @click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option("--prefill-devices", help="GPUs of the prefill workers, with commas [default: those of --device].")
+@click.option("--decode-devices", help="GPUs of the decode workers, with commas [default: those of --device].")
 @click.option(
     "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Part of each GPU that workers share."
+)
+@click.option(
+    "--tensor-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes that share each worker's work, up to 8; output is exact for each number, and differs between numbers.",
 )
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option(
@@ -59,7 +75,7 @@ from relay.config import (
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP.",
+    help="How KV travels; auto: shared memory on one host, else TCP. nixl: needs the extra of that name.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
@@ -104,10 +120,13 @@ def serve(
     host: str,
     port: int,
     served_model_name: str | None,
-    prefill: int,
-    decode: int,
+    prefill: int | None,
+    decode: int | None,
     backend: BackendName,
     device: str,
+    prefill_devices: str | None,
+    decode_devices: str | None,
+    tensor_parallel_size: int,
     gpu_memory_utilization: float,
     threads: int,
     kv_cache_memory: str | None,
@@ -131,13 +150,18 @@ def serve(
     log_level: str,
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
+    by_role = RoleDevices(_names(prefill_devices), _names(decode_devices), tensor_parallel_size)
+    if transport == "nixl":
+        from relay.transfer.nixl.wire import require_installed
+
+        require_installed()
     config = ServeConfig(
         model=model,
         host=host,
         port=port,
         served_model_name=served_model_name,
-        prefill=prefill,
-        decode=decode,
+        prefill=by_role.num_workers(by_role.prefill) if prefill is None else prefill,
+        decode=by_role.num_workers(by_role.decode) if decode is None else decode,
         seed=seed,
         offline=offline,
         cache_dir=cache_dir,
@@ -150,7 +174,8 @@ def serve(
         perturb=perturb,
         worker=WorkerConfig.of(
             backend,
-            devices=tuple(device.split(",")),
+            devices=_names(device),
+            by_role=by_role,
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
             dtype=dtype,
@@ -171,3 +196,7 @@ def serve(
     from relay.cli.server import run_server
 
     return run_server(config)
+
+
+def _names(devices: str | None) -> tuple[str, ...]:
+    return tuple(devices.split(",")) if devices is not None else ()

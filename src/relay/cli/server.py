@@ -110,13 +110,14 @@ class Server:
         with self._phases.measure("model"):
             model = await asyncio.to_thread(open_served_model, config)
         info = model_info(config, model, context_of(config, model))
+        devices = await asyncio.to_thread(found_devices, config, model)
         log = WorkerLog(self._console, hold=config.log_level != "debug")
         workers = LocalWorkers(
             config.worker,
             str(model.pack.path),
             model.digest,
             log.line,
-            workers=[worker for worker, _ in config.slots],
+            slots=config.slots,
             perturb=config.perturbations,
         )
         folder = config.worker.record
@@ -136,7 +137,7 @@ class Server:
                 self._phases.seconds["workers"] = time.monotonic() - started
                 fit_context(config, shell)
                 log.release()
-                say_banner(config, self._listener, model, shell.model.max_model_len, self._phases.line())
+                say_banner(config, self._listener, model, shell.model.max_model_len, self._phases.line(), devices)
                 await self._serve(shell, http)
         finally:
             shell.stop()
@@ -240,6 +241,20 @@ def open_served_model(config: ServeConfig) -> "LoadedModel":
 
     cache_dir = config.cache_dir or default_cache_dir(os.environ)
     return open_model(config.model, cache_dir=cache_dir, offline=config.offline, progress=console_progress())
+
+
+def found_devices(config: ServeConfig, model: "LoadedModel") -> list[str]:
+    """Lines for the banner; none for backends without devices. Raises UsageError or DoesNotFitError, before anything starts."""
+    from relay.kernels.ranks.split import check_ranks
+    from relay.models.llama import geometry
+
+    check_ranks(geometry(model.config), config.worker.by_role.ranks)
+    if config.worker.backend != "cuda":
+        return []
+    from relay.cli.devices import device_lines
+    from relay.cluster.nvml import detect
+
+    return device_lines(config, model.config, detect(os.environ))
 
 
 def create_served_app(config: ServeConfig, shell: GatewayShell, model: "LoadedModel") -> Any:

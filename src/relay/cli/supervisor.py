@@ -17,7 +17,16 @@ from relay.cli.banner import say_banner
 from relay.cli.console import Console
 from relay.cli.gateway_process import encode_config
 from relay.cli.listener import open_listener
-from relay.cli.server import CONSOLE_WAIT_S, STOP_GRACE_S, Phases, WorkerLog, context_of, log_to, open_served_model
+from relay.cli.server import (
+    CONSOLE_WAIT_S,
+    STOP_GRACE_S,
+    Phases,
+    WorkerLog,
+    context_of,
+    found_devices,
+    log_to,
+    open_served_model,
+)
 from relay.config import ServeConfig
 from relay.errors import PortInUseError, RelayError, StartupError
 from relay.ids import WorkerKey
@@ -122,12 +131,13 @@ class Supervisor:
         with self._phases.measure("model"):
             model = await asyncio.to_thread(open_served_model, config)
         context_of(config, model)
+        devices = await asyncio.to_thread(found_devices, config, model)
         self._workers = LocalWorkers(
             config.worker,
             str(model.pack.path),
             model.digest,
             self._log.line,
-            workers=[worker for worker, _ in config.slots],
+            slots=config.slots,
             perturb=config.perturbations,
         )
         self._workers.gateways = config.worker_addresses or [gateway.address for gateway in self._gateways]
@@ -141,7 +151,7 @@ class Supervisor:
             if self._complete:
                 self._spawn(self._look_after())
                 self._log.release()
-                say_banner(config, self._listener, model, self._max_model_len, self._phases.line())
+                say_banner(config, self._listener, model, self._max_model_len, self._phases.line(), devices)
                 await self._wait(lambda: self._signals > 0)
         finally:
             await self._stop()

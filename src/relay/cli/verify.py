@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from relay.config import BACKENDS, KV_DTYPES, BackendName, WorkerConfig
+from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS, BackendName, TransportName, WorkerConfig
+from relay.devices import RoleDevices
 from relay.errors import StartupError
 from relay.verify.compare import PathReport, compare
 from relay.verify.paths import PATHS, QUICK, Setting, alone, paths_of
@@ -36,6 +37,9 @@ KV_MEMORY_BYTES = 1 << 30
     help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
 )
 @click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option(
+    "--tensor-parallel-size", type=int, default=1, show_default=True, help="Processes that share each worker's work."
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option(
     "--kv-cache-dtype",
@@ -43,6 +47,13 @@ KV_MEMORY_BYTES = 1 << 30
     default="auto",
     show_default=True,
     help="Numbers in the KV cache; auto: float32, cuda: bfloat16.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How KV travels, as `relay serve` takes it.",
 )
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
@@ -56,8 +67,10 @@ def verify(
     only: tuple[str, ...],
     backend: BackendName,
     device: str,
+    tensor_parallel_size: int,
     threads: int,
     kv_cache_dtype: str,
+    transport: TransportName,
     offline: bool,
     cache_dir: Path | None,
 ) -> int:
@@ -70,8 +83,10 @@ def verify(
     worker = WorkerConfig.of(
         backend,
         devices=tuple(device.split(",")),
+        by_role=RoleDevices(ranks=tensor_parallel_size),
         threads=threads,
         kv_cache_dtype=kv_cache_dtype,
+        transport=transport,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
     )
     loaded = open_model(

@@ -67,9 +67,9 @@ class GatewayCore:
     def __init__(self, config: ControlConfig, model: ModelInfo, slots: Sequence[tuple[str, Role]]) -> None:
         state = ClusterState(config, model, slots)
         self.state = state
-        parking = Parking(state)
-        router = Router(state, parking)
-        self._dispatcher = Dispatcher(state, router, parking)
+        self._parking = Parking(state)
+        router = Router(state, self._parking)
+        self._dispatcher = Dispatcher(state, router, self._parking)
         self._membership = Membership(state, self._dispatcher)
         self._tokens = TokenPath(state, self._dispatcher)
         self._detector = Detector(state, self._membership, self._dispatcher)
@@ -192,13 +192,16 @@ class GatewayCore:
     def _sequence_failed(self, worker: Worker, message: SequenceFailed, now_ns: int) -> None:
         if message.reason == HANDED_BACK:  # perhaps before a heartbeat tells of the drain
             self._membership.leaving.said(worker, now_ns)
+        request = self.state.requests.get(message.request)
+        if request is not None and 0 <= message.choice < len(request.choices):
+            self._parking.gone(request.choices[message.choice], worker, message.attempt)
         self._tokens.failed(worker, message, now_ns)
 
     def _load(self, worker: Worker, message: Load, now_ns: int) -> None:
         before, worker.load = worker.load, message
-        # A report that tells of the refusal itself, or of work of another gateway, is no news of room. The next tick asks anyway.
-        if (worker.full or worker.queue_full) and (before is None or _has_less(message, before)):
-            worker.full = worker.queue_full = False
+        # A report that tells of the refusal itself, or of work of another gateway, is no news of room.
+        if worker.full and (before is None or _has_less(message, before)):
+            worker.has_news()
             self.state.changed = True
 
     def _cache_changed(self, worker: Worker, message: CacheChanged, now_ns: int) -> None:
@@ -243,8 +246,9 @@ class GatewayCore:
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
         self._deadlines(now_ns)
+        self._membership.tick(now_ns)
         for worker in self.state.workers.values():
-            worker.full = worker.queue_full = False
+            worker.pass_time(now_ns)
             worker.stop_expecting_old(now_ns)
         self.state.changed = True
         self.state.commands.append(SetTimer(TICK, now_ns + self._tick_ns))

@@ -19,7 +19,7 @@ from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
 from relay.control.leaving import Leaving
 from relay.control.placement import Dispatcher
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import WorkerState, WorkerTrigger
+from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
 from relay.control.workers import Worker
 from relay.protocol.messages import (
     PROTOCOL_MAX,
@@ -204,7 +204,7 @@ class Membership:
             self._state.breakers.workers[worker.id].failed(now_ns)
         worker.move(WorkerTrigger.LOSE, now_ns)
         worker.cut = cut
-        worker.last_cause = cause
+        worker.last_cause, worker.lost_ns = cause, now_ns
         worker.suspect = worker.slow = False
         worker.forget_cache()
         if worker.engine_exit is None and hung is None:
@@ -212,6 +212,7 @@ class Membership:
         self._blame.long_step(worker, ())
         for request in list(worker.watched):
             worker.unwatch(request)
+        worker.displaced = [attempt.choice for attempt in worker.live]
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
                 if worker.refuses:  # it left as asked, before it had heard of this
@@ -279,10 +280,21 @@ class Membership:
             return
         restart = self._state.config.restart
         if worker.failures <= 1:
-            self.launch(worker, now_ns)
+            if self._state.ready_workers() and resuming(worker):
+                worker.yielding = True
+                self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(restart.yield_s * SECOND)))
+            else:
+                self.launch(worker, now_ns)
             return
         delay_s = min(restart.max_delay_s, restart.first_delay_s * 2 ** min(worker.failures - 2, 30))
         self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(delay_s * SECOND)))
+
+    def tick(self, now_ns: int) -> None:
+        """Start those that have waited for what they had to go on elsewhere."""
+        for worker in self._state.workers.values():
+            if worker.yielding and worker.state is WorkerState.LOST and not resuming(worker):
+                self._state.commands.append(CancelTimer(("launch", worker.id)))
+                self.launch(worker, now_ns)
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
@@ -301,6 +313,11 @@ class Membership:
         worker.heard_ns = now_ns
         worker.hear_beat(beat, now_ns)
         worker.suspect = False
+        if beat.engine_state == "X":
+            self.lose(worker, "engine ended", now_ns, fence=False)
+            wait_ns = int(self._state.config.restart.exit_wait_s * SECOND)  # its memory has to be taken down first
+            self._state.commands.append(SetTimer(("fence", worker.id), now_ns + wait_ns))
+            return
         if beat.engine_state in ("T", "t"):
             worker.frozen_since_ns = worker.frozen_since_ns or now_ns
             if now_ns - worker.frozen_since_ns >= int(self._state.config.detector.frozen_after_s * SECOND):
@@ -316,3 +333,8 @@ class Membership:
             self.lose(worker, how, now_ns, fence=True, hung=hung)
         elif beat.phase == "draining" and worker.state in LIVE:
             self.leaving.said(worker, now_ns)
+
+
+def resuming(worker: Worker) -> bool:
+    """Something that it was computing has no next token yet."""
+    return any(choice.losses and choice.state is not ChoiceState.ENDED for choice in worker.displaced)

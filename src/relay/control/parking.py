@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from relay.config import MILLISECOND, SECOND
+from relay.config import SECOND
 from relay.control.commands import SendToEngine
 from relay.control.state import LIVE, ClusterState
 from relay.control.transitions import WorkerState
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from relay.control.workers import Worker
 
 MAX_PARKED = 64  # half of what the queue looks at: parked choices may not hide those that wait for a first token
-RETRY_NS = 250 * MILLISECOND  # after P refused to keep one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,17 @@ class Parking:
         self._state.parked[attempt.choice] = None
         self._state.counters["parked"] += 1
 
-    def refused(self, choice: Choice, now_ns: int) -> None:
+    def refused(self, choice: Choice, after_ns: int) -> None:
         """P keeps enough already."""
-        choice.park_after_ns = now_ns + RETRY_NS
+        choice.park_after_ns = after_ns
+
+    def gone(self, choice: Choice, worker: Worker, attempt: int) -> None:
+        """``worker`` keeps it no more, since it needed the room."""
+        parked = choice.parked
+        if parked is not None and (parked.worker, parked.attempt) == (worker.key, attempt) and parked.until_ns:
+            self._state.parked.pop(choice, None)
+            self._state.changed = True
+            choice.parked = replace(parked, until_ns=0)
 
     def leave(self, choice: Choice, to: Worker | None = None) -> None:
         """The KV is needed no more, or goes on from there to ``to``, whose next order takes it over."""

@@ -8,6 +8,7 @@ from relay.control.attempts import Attempt
 from relay.control.commands import Ended, Fail, Quiesced, SendToEngine
 from relay.control.contract import RequestFailure
 from relay.control.parking import Parking
+from relay.control.refusals import choice_delay_ns, hint_ns
 from relay.control.requests import Choice, Request
 from relay.control.router import Placement, Router
 from relay.control.state import LIVE, ClusterState
@@ -138,6 +139,7 @@ class Dispatcher:
         assert worker.engine is not None
         worker.reserving -= 1
         worker.tight = False
+        worker.reserving_refused.taken(attempt.started_ns)
         self._state.changed = True
         attempt.move(AttemptTrigger.ACCEPT, now_ns)
         self._parking.leave(attempt.choice, prefill)
@@ -158,24 +160,12 @@ class Dispatcher:
             return
         choice = attempt.choice
         self._state.counters[f"refused_{message.reason}"] += 1
-        others = len(choice.attempts) > 1
-        if message.reason == "too_long" and not others:
+        if message.reason == "too_long" and len(choice.attempts) == 1:
             text = f"{worker.id} cannot hold this request in its KV cache"
             self.fail(choice.request, RequestFailure(400, "kv_cache_exceeded", text), now_ns)
             return
-        if message.reason == "full" and attempt.parks:
-            self._parking.refused(choice, now_ns)
-            self.close(attempt, now_ns, f"{worker.id} keeps enough KV of others")
-            return
         if message.reason == "full":
-            whole = attempt.prefill is None
-            self.close(attempt, now_ns, f"{worker.id} is full")
-            worker.full = worker.tight = True
-            worker.queue_full = whole
-            if others:
-                return
-            choice.full_since_ns = choice.full_since_ns or now_ns
-            choice.troubled = True
+            self._full(attempt, worker, hint_ns(message.retry_after_ms), now_ns)
             return
         if message.reason in ("draining", "too_long"):
             self.close(attempt, now_ns, f"{worker.id} refused: {message.reason}")
@@ -183,6 +173,33 @@ class Dispatcher:
         choice.transfer_failures += 1
         self._state.breakers.workers[worker.id].failed(now_ns)
         self.reopen(attempt, now_ns, f"{worker.id} refused: {message.reason}")
+
+    def _full(self, attempt: Attempt, worker: Worker, hint_ns: int, now_ns: int) -> None:
+        """``worker`` has no room for ``attempt`` now. The choice waits for another place, or for room here."""
+        choice, retry = attempt.choice, self._state.config.retry
+        only = len(choice.attempts) == 1
+        if only:
+            choice.troubled = True
+            choice.refusals += 1
+        again_ns = now_ns + choice_delay_ns(choice.refusals, retry)
+        if attempt.parks:
+            self._parking.refused(choice, max(again_ns, now_ns + (hint_ns or int(retry.backoff_s * SECOND))))
+            self.close(attempt, now_ns, f"{worker.id} keeps enough KV of others", refused_by=worker)
+            return
+        reserving = attempt.prefill is not None and worker is attempt.decode
+        self.close(attempt, now_ns, f"{worker.id} is full", refused_by=worker)
+        if reserving:
+            worker.reserving_refused.refused(hint_ns, retry, now_ns)
+            worker.tight = True
+        else:
+            worker.queueing_refused.refused(hint_ns, retry, now_ns)
+        if not only:
+            return
+        choice.full_since_ns = choice.full_since_ns or now_ns
+        if reserving:
+            choice.reserve_after_ns = again_ns
+        else:
+            choice.not_before_ns = max(choice.not_before_ns, again_ns)
 
     def reopen(self, attempt: Attempt, now_ns: int, cause: str, *, innocent: bool = False) -> None:
         """The attempt failed: the next one starts from prompt and committed tokens, before new requests; or the choice goes on
@@ -212,12 +229,12 @@ class Dispatcher:
             choice.not_before_ns = now_ns + int(delay_s * 1e9)
         self.close(attempt, now_ns, cause)
 
-    def close(self, attempt: Attempt, now_ns: int, cause: str) -> None:
+    def close(self, attempt: Attempt, now_ns: int, cause: str, *, refused_by: Worker | None = None) -> None:
         """End one attempt. Its choice goes on with the other one if there is one, else it waits for a new place."""
         choice = attempt.choice
         self._tell(choice, now_ns, f"attempt {attempt.number} ended after {len(choice.committed)} tokens: {cause}")
         self._cancel(attempt)
-        self._leave(attempt, now_ns)
+        self._leave(attempt, now_ns, stays_on=refused_by)
         computing = attempt.prefill or attempt.decode
         if choice.request.suspicion.blames and computing.state in LIVE:
             computing.watch(choice.request)
@@ -252,7 +269,7 @@ class Dispatcher:
         self._tell(choice, now_ns, f"attempt {attempt.number} is parked on {attempt.decode.id}")
         self._state.breakers.workers[attempt.decode.id].succeeded(now_ns)
         self._parking.park(attempt, now_ns)
-        self._leave(attempt, now_ns)
+        self._leave(attempt, now_ns, stays_on=attempt.decode)
         choice.move(Trigger.REOPEN)
         self._state.queue.add_resumed(choice)
 
@@ -333,13 +350,16 @@ class Dispatcher:
         self._parking.leave(choice)
         choice.request.suspicion.clear(choice.index)
 
-    def _leave(self, attempt: Attempt, now_ns: int) -> None:
-        """Take the attempt off its workers: it is live no more."""
+    def _leave(self, attempt: Attempt, now_ns: int, *, stays_on: Worker | None = None) -> None:
+        """Take the attempt off its workers: it is live no more. They may have room then, but not one that it ``stays_on``."""
         self._state.changed = True
-        if attempt.state is AttemptState.RESERVING:
+        reserving = attempt.state is AttemptState.RESERVING
+        if reserving:
             attempt.decode.reserving -= 1
         for worker in attempt.workers:
             worker.unbook(attempt)
+            if worker is not stays_on and not (reserving and worker is attempt.prefill):  # which it never was on
+                worker.has_news()
         attempt.move(AttemptTrigger.END, now_ns)
         attempt.choice.attempts.remove(attempt)
 

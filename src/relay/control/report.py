@@ -62,6 +62,7 @@ def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, objec
         "numerics_id": worker.numerics_id,
         "state_age_s": round((now_ns - worker.changed_ns) / SECOND, 3),
         "last_loss": worker.last_cause,
+        "last_loss_s": worker.lost_ns / SECOND or None,
     }
 
 

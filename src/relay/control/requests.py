@@ -41,7 +41,9 @@ class Choice:
         "num_attempts",
         "park_after_ns",
         "parked",
+        "refusals",
         "request",
+        "reserve_after_ns",
         "resumes",
         "state",
         "transfer_failures",
@@ -65,6 +67,8 @@ class Choice:
         self.not_before_ns = 0
         self.parked: Parked | None = None
         self.park_after_ns = 0
+        self.refusals = 0  # for lack of room, in a row
+        self.reserve_after_ns = 0  # until then nobody is asked for a reservation
         self.resumes = False  # the next placement computes again what one before it had
         # I4: what two attempts said of one position must be equal.
         self.evidence: list[TokenLogprobs | None] = []  # of committed positions from ``evidence_from`` on
@@ -131,6 +135,7 @@ class Choice:
     def progressed(self) -> None:
         """A token was committed: forget the troubles before it."""
         self.failures = self.losses = self.transfer_failures = self.full_since_ns = self.not_before_ns = 0
+        self.refusals = self.reserve_after_ns = self.park_after_ns = 0
         suspicion = self.request.suspicion
         if self.num_tokens > suspicion.ends.get(self.index, 0):
             suspicion.clear(self.index)

@@ -170,7 +170,9 @@ class Router:
         if uncached[decode.id] < short:
             # Unless the rest of its prefix is on its way to D: then it waits, and D has the prefix once instead of many times.
             return alone if choice.num_tokens - self._cached_tokens(decode, choice) < short else None
-        with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
+        with_kv_room = None
+        if now_ns >= choice.reserve_after_ns:
+            with_kv_room = self._cheapest(decoders, uncached, allowance, lambda worker: worker.can_reserve)
         home = self._parking.home(choice, now_ns)
         if with_kv_room is None and home is not None:
             return None  # under its lease it waits for room

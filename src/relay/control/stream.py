@@ -92,6 +92,7 @@ class TokenPath:
         if attempt.prefill is not None:
             self._state.breakers.link_succeeded(attempt.prefill.id, worker.id, now_ns)
             attempt.prefill.unbook(attempt)
+            attempt.prefill.has_news()
             attempt.prefill = None
             self._state.changed = True
         self._commit(attempt, worker, entry, now_ns)

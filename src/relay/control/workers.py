@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from relay.config import MILLISECOND
 from relay.control.events import LauncherExited
+from relay.control.refusals import Refusals
 from relay.control.transitions import WORKER_TRANSITIONS, AttemptState, WorkerState, WorkerTrigger
 from relay.ids import WorkerKey
 from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello, Load, Role
 
 if TYPE_CHECKING:
     from relay.control.attempts import Attempt
-    from relay.control.requests import Request
+    from relay.control.requests import Choice, Request
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
 STEP_MEMORY = 7  # the usual step is an average that forgets an eighth with each sample
@@ -55,6 +56,9 @@ class Worker:
         ] = {}  # suspects whose last step may still run → the step seen first since
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
+        self.lost_ns = 0  # when its last loss was noticed; 0: it was never lost
+        self.displaced: list[Choice] = []  # that it was computing when it was lost
+        self.yielding = False  # its next start waits until these have gone on
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
@@ -66,8 +70,8 @@ class Worker:
         self.live: dict[Attempt, int] = {}
         self.backlog_tokens = 0
         self.progress_ns = 0
-        self.full = False  # refused a reservation and said nothing new since
-        self.queue_full = False  # or even to queue work
+        self.reserving_refused = Refusals()  # reservations
+        self.queueing_refused = Refusals()  # any work at all
         self.tight = False  # after a refusal: one reservation at a time until one is accepted
         self.reserving = 0
         # prefix cache
@@ -97,11 +101,16 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        return len(self.live) < self.max_live and not self.queue_full
+        return len(self.live) < self.max_live and not self.queueing_refused.blocked
 
     @property
     def can_reserve(self) -> bool:
         return self.has_room and not self.full and not (self.tight and self.reserving)
+
+    @property
+    def full(self) -> bool:
+        """It has refused a reservation, or more, and there is no news."""
+        return self.reserving_refused.blocked or self.queueing_refused.blocked
 
     @property
     def doubted(self) -> bool:
@@ -129,6 +138,7 @@ class Worker:
         self.move(WorkerTrigger.LAUNCH, now_ns)
         self.incarnation = incarnation
         self.cut = False
+        self.displaced, self.yielding = [], False
         self.orphans = {}
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False
@@ -140,7 +150,8 @@ class Worker:
         self.heard_ns = self.progress_ns = now_ns
         self.blamed = self.refuses = self.stay_out = False
         self.load = None
-        self.full = self.queue_full = self.tight = False
+        self.reserving_refused, self.queueing_refused = Refusals(), Refusals()
+        self.tight = False
         self.forget_cache()
 
     # --- placements -----------------------------------------------------------------------------------------------
@@ -153,6 +164,7 @@ class Worker:
 
     def prefilled(self, attempt: Attempt) -> None:
         """The prompt of ``attempt`` is computed; it still runs here."""
+        self.queueing_refused.taken(attempt.started_ns)
         self.backlog_tokens -= self.live.get(attempt, 0)
         if attempt in self.live:
             self.live[attempt] = 0
@@ -160,7 +172,14 @@ class Worker:
     def unbook(self, attempt: Attempt) -> None:
         self.backlog_tokens -= self.live.pop(attempt, 0)
         self.stop_expecting(attempt)
-        self.full = self.queue_full = False
+
+    def has_news(self) -> None:
+        """Something has left it: there may be room."""
+        self.reserving_refused.blocked = self.queueing_refused.blocked = False
+
+    def pass_time(self, now_ns: int) -> None:
+        self.reserving_refused.pass_time(now_ns)
+        self.queueing_refused.pass_time(now_ns)
 
     def watch(self, request: Request) -> None:
         """An attempt of a suspect ended while its step may run here: until that is over, it may hang unnoticed."""

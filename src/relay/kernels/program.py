@@ -44,7 +44,8 @@ class RmsNorm:
 class Linear:
     """dst[r, n] (=, or += where ``accumulate``) round(sum over k ascending of src[r, k] * weight[n, k]) + bias[n].
 
-    The product is rounded to the activation dtype before bias or residual are applied, in that order.
+    The product is rounded to the activation dtype before bias or residual are applied, in that order. ``outputs``: how many
+    of dst's first columns it computes; None: all (a rank of several computes a part of the logits).
     """
 
     src: Buffer
@@ -52,6 +53,7 @@ class Linear:
     weight: str
     bias: str | None = None
     accumulate: bool = False
+    outputs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 from relay.cluster.launcher import LaunchExit, LaunchSpec
 from relay.cluster.local import LocalLauncher
 from relay.config import WorkerConfig
+from relay.devices import place
 from relay.errors import RelayError, StartupError
 from relay.ids import WorkerKey
 from relay.protocol.messages import EngineExited, Role
@@ -34,15 +35,14 @@ class LocalWorkers:
         model_digest: str,
         on_line: Callable[[str, str], None],
         *,
-        workers: Sequence[str] = (),
+        slots: Sequence[tuple[str, Role]] = (),
         perturb: Mapping[str, str] | None = None,
     ) -> None:
-        """``workers``: all ids, in the order in which they take ``config.devices`` in turn; each knows how many share its own.
+        """``slots``: all workers, so that each knows its devices and how many share them.
 
         ``perturb``: worker id → perturbation, for ``relay verify --inject`` alone.
         """
-        devices = config.devices
-        self._devices = {worker: devices[index % len(devices)] for index, worker in enumerate(workers)}
+        self._devices = place(slots, config.devices, config.by_role) if config.backend == "cuda" else {}
         self._config = config
         self._pack_path = pack_path
         self._model_digest = model_digest
@@ -102,8 +102,9 @@ class LocalWorkers:
 
     def _spec(self, worker: WorkerKey, role: Role) -> WorkerSpec:
         config = self._config
-        device = self._devices.get(worker.worker, config.devices[0])
-        sharers = max(1, list(self._devices.values()).count(device))
+        devices = self._devices.get(worker.worker, config.devices[:1])
+        device = devices[0]
+        sharers = max(1, list(self._devices.values()).count(devices))
         shared = config.backend == "cuda" and sharers > 1
         return WorkerSpec(
             worker=worker.worker,
@@ -116,6 +117,8 @@ class LocalWorkers:
             backend=config.backend,
             threads=config.threads,
             device=device,
+            ranks=config.by_role.ranks,
+            rank_devices=list(devices) if len(devices) > 1 else [],
             gpu_memory_fraction=config.gpu_memory_utilization / sharers,
             weights_socket=f"relay-weights-{self._secret}-{device}" if shared else "",
             gpu_sharers=sharers,

@@ -240,7 +240,7 @@ class Heartbeat(Message, tag="heartbeat"):
     step: int
     phase: Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
     phase_age_ms: int  # of "stepping": without the time the engine was stopped or waited for a processor
-    engine_state: str  # kernel process state letter
+    engine_state: str  # kernel process state letter; "X": it is dying, how will be told
     manifest: list[ComputedRow] = []
     alone: bool = False
 

@@ -57,11 +57,8 @@ class Agreement:
             )
 
     def _numerics(self, worker: WorkerKey) -> str | None:
-        world = self._world
-        node = world.workers.get(worker.worker)
-        if node is None or node.key != worker:
-            node = next((zombie for zombie in world.zombies if zombie.key == worker), None)
-        return node.engine.numerics if node is not None and node.engine is not None else None
+        engine = self._world.engine(worker)
+        return engine.numerics if engine is not None else None
 
     def _compare(self, worker: WorkerKey, numerics: str, entry: TokenEntry) -> None:
         client = self._world.clients.get(entry.request)

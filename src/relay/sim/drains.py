@@ -9,7 +9,7 @@ from relay.control import events as e
 from relay.control.core import TICK
 from relay.control.transitions import WorkerState
 from relay.ids import SequenceKey, WorkerKey
-from relay.protocol.messages import HANDED_BACK, Accept, Refuse, Reserve, Run, SequenceFailed
+from relay.protocol.messages import HANDED_BACK, Message, Refuse, Reserve, Run, SequenceFailed
 from relay.sim.engine import Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
@@ -31,8 +31,12 @@ class Drains:
         self._away: dict[str, None] = {}  # workers that were neither ready nor to stay out
 
     def before(self, node: GatewayNode, event: e.Event) -> None:
-        """Only ticks begin drains of a rolling restart, and only those."""
+        """Only ticks begin drains of a rolling restart, and only those. An engine that says that it drains does."""
         self._serving, self._away = {}, {}
+        if type(event) is e.WorkerMessage and tells_of_drain(event.message):
+            engine = self._world.engine(event.worker)
+            if engine is not None and not engine.core.draining:
+                raise Violation("I17", f"{event.worker.worker} says that it drains, and does not: {event.message}")
         if type(event) is not e.TimerFired or event.key != TICK:
             return
         for worker in node.core.state.workers.values():
@@ -89,7 +93,7 @@ class Drains:
                 raise Violation("I17", f"{node.key.worker} drains for {(now_ns - since_ns) / SECOND:.1f} s")
 
 
-def tells_of_drain(message: Accept | Refuse | SequenceFailed) -> bool:
+def tells_of_drain(message: Message) -> bool:
     """Only an engine that drains says that."""
     if isinstance(message, Refuse):
         return message.reason == "draining"

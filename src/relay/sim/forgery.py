@@ -58,7 +58,7 @@ def admitted(header: Header, order: ReceiveOrder) -> None:
     if (
         not tokens
         or not heads
-        or header.layer >= LAYOUT.num_layers
+        or header.layer + header.layers > LAYOUT.num_layers
         or header.payload_bytes != count * LAYOUT.token_bytes
     ):
         raise Violation("I7", f"D stores {header}, its order is {order}")

@@ -21,6 +21,8 @@ from relay.transfer.contract import (
     SendOrder,
     TransferEvent,
     TransferLimits,
+    read_frame_kv,
+    write_frame_kv,
 )
 from relay.transfer.frame import (
     HEADER_BYTES,
@@ -198,9 +200,7 @@ class OutboundLink:
             header, payload = outgoing.header, outgoing.payload
             if payload is None:
                 raw = bytearray(header.payload_bytes)
-                self._transport.store.read_kv(
-                    header.layer, sending.block_table, header.first_token, header.token_count, memoryview(raw)
-                )
+                read_frame_kv(self._transport.store, header, sending.block_table, memoryview(raw))
                 payload = bytes(raw)
             side.send(frame(*forged(self._transport.network, side, header, payload, sending.sender.order)))
 
@@ -267,9 +267,7 @@ class InboundLink:
         if header.kind is Kind.KV:
             if receiver.admit(header, now_ns):
                 admitted(header, receiver.order)
-                self._transport.store.write_kv(
-                    header.layer, reception.block_table, header.first_token, header.token_count, memoryview(payload)
-                )
+                write_frame_kv(self._transport.store, header, reception.block_table, memoryview(payload))
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from relay.transfer.frame import MAX_KV_BYTES, Handoff, Hello
+from relay.transfer.frame import MAX_KV_BYTES, Handoff, Header, Hello
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -52,20 +52,24 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
     """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
-    ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks."""
+    ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
+    layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes; 0: one layer a frame."""
 
     min_frame_bytes: int = 1 << 18
-    max_frame_bytes: int = MAX_KV_BYTES
+    max_frame_bytes: int = 1 << 20
     window_bytes: int = 4 << 20
     probe_ns: int = 1_000_000_000
     lease_ns: int = 3_000_000_000
     open_lease_ns: int = 10_000_000_000
     stall_ns: int = 3_000_000_000
+    join_bytes: int = 0
 
     def __post_init__(self) -> None:
         # Credit comes back in halves of the window, so a frame must fit beside a half that is not yet credited.
         if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_KV_BYTES:
             raise ValueError(f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_KV_BYTES}")
+        if not 0 <= self.join_bytes <= self.max_frame_bytes:
+            raise ValueError(f"layers joined up to {self.join_bytes} bytes in frames of {self.max_frame_bytes} at most")
         if self.max_frame_bytes * 2 > self.window_bytes:
             raise ValueError(f"window of {self.window_bytes} bytes is too small for {self.max_frame_bytes}-byte frames")
 
@@ -156,6 +160,22 @@ class KvStore(Protocol):
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None: ...
 
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None: ...
+
+
+def read_frame_kv(store: KvStore, header: Header, block_table: np.ndarray, out: memoryview) -> None:
+    """Fill ``out`` with the payload that ``header`` names, layer by layer."""
+    size = header.payload_bytes // header.layers
+    for index in range(header.layers):
+        part = out[index * size : (index + 1) * size]
+        store.read_kv(header.layer + index, block_table, header.first_token, header.token_count, part)
+
+
+def write_frame_kv(store: KvStore, header: Header, block_table: np.ndarray, data: memoryview) -> None:
+    """The inverse, for a header that was admitted."""
+    size = header.payload_bytes // header.layers
+    for index in range(header.layers):
+        part = data[index * size : (index + 1) * size]
+        store.write_kv(header.layer + index, block_table, header.first_token, header.token_count, part)
 
 
 class Transport(Protocol):

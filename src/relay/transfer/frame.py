@@ -1,10 +1,10 @@
 """The frame of a KV connection, sans-IO: a fixed little-endian header and a payload.
 
 Header (56 bytes): magic ``RLKV``, version u8, kind u8, flags u16, transfer u64, epoch u64 (incarnation of the source worker),
-attempt u32, layer u32, first head u16, head count u16, first token u32, token count u32, payload length u32, CRC32C of the
-payload u32, CRC32C of the 52 bytes before u32. The header has a checksum of its own so that a receiver knows for certain where a
-payload belongs before it has the payload, and may copy it straight there. A KV payload is K then V of the tokens, each
-canonical [token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
+attempt u32, layer u16, layers after it u16, first head u16, head count u16, first token u32, token count u32, payload length
+u32, CRC32C of the payload u32, CRC32C of the 52 bytes before u32. The header has a checksum of its own so that a receiver
+knows for certain where a payload belongs before it has the payload, and may copy it straight there. A KV payload is, layer by
+layer, K then V of the tokens, each canonical [token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
 """
 
 import struct
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 MAGIC = b"RLKV"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 56
-MAX_KV_BYTES = 1 << 20
+MAX_KV_BYTES = 1 << 24
 MAX_CONTROL_BYTES = 1 << 16
 
 FLAG_EMPTY = 1  # on HANDOFF: the target already holds every token, no KV frame was sent
 KNOWN_FLAGS = FLAG_EMPTY
 
-_LAYOUT = struct.Struct("<4sBBHQQIIHHIIII")  # all but the header's checksum
+_LAYOUT = struct.Struct("<4sBBHQQIHHHHIIII")  # all but the header's checksum
 _CHECKSUM = struct.Struct("<I")
 
 Checksum = Callable[[bytes | bytearray | memoryview, int], int]
@@ -63,6 +63,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     token_count: int = 0
     flags: int = 0
     payload_bytes: int = 0
+    layers: int = 1  # of a KV frame: ``layer`` and those after it
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +154,7 @@ def seal_over(header: Header, payload_checksum: int, checksum: Checksum) -> byte
             header.epoch,
             header.attempt,
             header.layer,
+            header.layers - 1,
             header.first_head,
             header.head_count,
             header.first_token,
@@ -169,9 +171,23 @@ def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Head
     """(header, checksum its payload must have). Everything is checked before it is used. Raises FrameError."""
     if len(raw) != HEADER_BYTES:
         raise FrameError(f"header of {len(raw)} bytes instead of {HEADER_BYTES}")
-    (magic, version, kind, flags, transfer, epoch, attempt, layer, first_head, heads, first, count, size, payload) = (
-        _LAYOUT.unpack_from(raw)
-    )
+    (
+        magic,
+        version,
+        kind,
+        flags,
+        transfer,
+        epoch,
+        attempt,
+        layer,
+        more,
+        first_head,
+        heads,
+        first,
+        count,
+        size,
+        payload,
+    ) = _LAYOUT.unpack_from(raw)
     if magic != MAGIC:
         raise FrameError(f"bad magic {bytes(magic)!r}")
     if version != VERSION:
@@ -185,7 +201,9 @@ def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Head
         raise FrameError(f"{known.name} payload of {size} bytes is over the limit of {limit}")
     if flags & ~KNOWN_FLAGS:
         raise FrameError(f"unknown flags {flags:#x}")
-    return Header(known, transfer, epoch, attempt, layer, first_head, heads, first, count, flags, size), payload
+    return Header(
+        known, transfer, epoch, attempt, layer, first_head, heads, first, count, flags, size, 1 + more
+    ), payload
 
 
 def verify(payload: bytes | bytearray | memoryview, expected: int, checksum: Checksum) -> None:

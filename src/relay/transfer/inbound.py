@@ -217,9 +217,7 @@ class InboundLink:
             reception.writing += 1
         problem = "D cannot store it"
         try:
-            self._store.write(
-                header.layer, reception.block_table, header.first_token, header.token_count, payload, expected
-            )
+            self._store.write(header, reception.block_table, payload, expected)
             problem = ""
         except FrameError as error:
             problem = str(error)

@@ -20,6 +20,8 @@ from relay.transfer.contract import (
     SendOrder,
     TransferEvent,
     TransferLimits,
+    read_frame_kv,
+    write_frame_kv,
 )
 from relay.transfer.frame import (
     Abort,
@@ -199,8 +201,7 @@ class InprocTransport:
         if header.kind is Kind.KV:
             if receiver.admit(header, now_ns):
                 table = np.asarray(receiver.order.block_table, np.int32)
-                data = memoryview(parcel.payload)
-                self._store.write_kv(header.layer, table, header.first_token, header.token_count, data)
+                write_frame_kv(self._store, header, table, memoryview(parcel.payload))
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, parcel.payload, now_ns)
@@ -214,9 +215,7 @@ class InprocTransport:
             if payload is None:
                 header = outgoing.header
                 raw = bytearray(header.payload_bytes)
-                self._store.read_kv(
-                    header.layer, self._tables[transfer], header.first_token, header.token_count, memoryview(raw)
-                )
+                read_frame_kv(self._store, header, self._tables[transfer], memoryview(raw))
                 payload = bytes(raw)
             self._post(sender.order.target, Outgoing(outgoing.header, payload))
         if sender.over:

@@ -270,9 +270,7 @@ class OutboundLink:
         header = outgoing.header
         payload = channel.reserve(header.payload_bytes)
         try:
-            reading = self._store.read(
-                header.layer, sending.block_table, header.first_token, header.token_count, payload
-            )
+            reading = self._store.read(header, sending.block_table, payload)
         except BaseException:
             self._done_reading(sending)
             raise

@@ -1,7 +1,7 @@
 """D's side of one transfer as a pure state machine: what may be written, and when everything is there.
 
-Coverage is one bit a (layer, token). Complete means: every bit set and the handoff received, in any order. A frame of
-another epoch or attempt, or for a transfer that is over, changes nothing.
+Coverage is one bit a (layer, token); a frame may hold several layers. Complete means: every bit set and the handoff received,
+in any order. A frame of another epoch or attempt, or for a transfer that is over, changes nothing.
 """
 
 from enum import StrEnum
@@ -95,14 +95,14 @@ class Receiver:
             return False
         last = header.first_token + header.token_count
         problem = ""
-        if header.layer >= self.layout.num_layers:
-            problem = f"layer {header.layer} of {self.layout.num_layers}"
+        if header.layer + header.layers > self.layout.num_layers:
+            problem = f"layer {header.layer + header.layers - 1} of {self.layout.num_layers}"
         elif header.first_head != 0 or header.head_count != self.layout.num_kv_heads:
             problem = f"heads {header.first_head}+{header.head_count} of {self.layout.num_kv_heads}"
         elif header.token_count == 0 or header.first_token < self._first or last > self.order.num_tokens:
             problem = f"tokens {header.first_token}..{last - 1} outside {self._first}..{self.order.num_tokens - 1}"
-        elif header.payload_bytes != header.token_count * self.layout.token_bytes:
-            problem = f"{header.payload_bytes} bytes for {header.token_count} tokens"
+        elif header.payload_bytes != header.layers * header.token_count * self.layout.token_bytes:
+            problem = f"{header.payload_bytes} bytes for {header.token_count} tokens of {header.layers} layers"
         if problem:
             self.abort(f"malformed KV frame: {problem}")
         return not problem
@@ -112,10 +112,11 @@ class Receiver:
         if self.over:
             return
         mask = ((1 << header.token_count) - 1) << (header.first_token - self._first)
-        before = self._covered[header.layer]
-        self._covered[header.layer] = before | mask
-        if before != self._full and self._covered[header.layer] == self._full:
-            self._layers_missing -= 1
+        for layer in range(header.layer, header.layer + header.layers):
+            before = self._covered[layer]
+            self._covered[layer] = before | mask
+            if before != self._full and self._covered[layer] == self._full:
+                self._layers_missing -= 1
         self.bytes_copied += header.payload_bytes
         self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)

@@ -8,11 +8,11 @@ the sizes alone, and the ring holds no index that the other end could damage.
 import struct
 from typing import NamedTuple
 
-from relay.transfer.frame import HEADER_BYTES, MAX_KV_BYTES, FrameError
+from relay.transfer.frame import HEADER_BYTES, FrameError
 
 ALIGNMENT = 64
 SLOT_BYTES = 64
-MIN_RING_BYTES = 2 * (MAX_KV_BYTES + SLOT_BYTES)  # the largest record fits an empty ring wherever it begins
+MIN_RING_BYTES = (2 << 20) + 2 * SLOT_BYTES
 MAX_RING_BYTES = 64 << 20
 DEFAULT_RING_BYTES = 4 << 20
 
@@ -32,16 +32,21 @@ class Placement(NamedTuple):
 def place(position: int, size: int, capacity: int) -> Placement:
     """The record of a payload of ``size`` bytes that begins at ``position``, a multiple of 64 below ``capacity``.
 
-    Raises FrameError for a payload over ``MAX_KV_BYTES``.
+    Raises FrameError for a payload that an empty ring could not hold wherever it begins.
     """
-    if not 0 <= size <= MAX_KV_BYTES:
-        raise FrameError(f"payload of {size} bytes is over the limit of {MAX_KV_BYTES}")
+    if not 0 <= size <= largest_payload(capacity):
+        raise FrameError(f"payload of {size} bytes, a ring of {capacity} bytes takes {largest_payload(capacity)}")
     rounded = -(-size // ALIGNMENT) * ALIGNMENT
     payload = position + SLOT_BYTES
     if payload + rounded <= capacity:
         end = payload + rounded
         return Placement(position, payload, SLOT_BYTES + rounded, 0 if end == capacity else end)
     return Placement(position, 0, capacity - position + rounded, rounded)
+
+
+def largest_payload(capacity: int) -> int:
+    """Half of the ring less the slot."""
+    return capacity // 2 - SLOT_BYTES
 
 
 def slot_bytes(number: int, raw_header: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
 
 Ranges arrive per layer in ascending order and leave as frames of 256 KB to 1 MB: smaller ranges wait for more of their layer
-unless they reach its end. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
+unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range
+of several layers. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
 """
 
 from collections import deque
@@ -219,17 +220,20 @@ class Sender:
         pending = self._written[layer] - first
         frames = -(-pending // self._frame_tokens)
         count = min(pending, self._frame_tokens, -(-pending // frames // UNIT) * UNIT)
-        size = count * self.layout.token_bytes
+        layers = self._joined(layer, first, count)
+        size = layers * count * self.layout.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited
-        if in_flight > 0 and in_flight + size > self.limits.window_bytes:
+        if not layers or (in_flight > 0 and in_flight + size > self.limits.window_bytes):
             return None
-        self._sent[layer] = first + count
-        self._layers_unsent -= first + count == self.order.num_tokens
         self.bytes_sent += size
         self.frames_sent += 1
-        self._ready.popleft()
-        self._is_ready[layer] = False
-        self._mark_ready(layer)
+        for sent in range(layer, layer + layers):
+            self._sent[sent] = first + count
+            self._layers_unsent -= first + count == self.order.num_tokens
+            if self._is_ready[sent]:
+                self._ready.remove(sent)
+                self._is_ready[sent] = False
+            self._mark_ready(sent)
         header = Header(
             Kind.KV,
             self.order.transfer,
@@ -242,8 +246,21 @@ class Sender:
             count,
             0,
             size,
+            layers,
         )
         return Outgoing(header, None)
+
+    def _joined(self, layer: int, first: int, count: int) -> int:
+        """How many layers from ``layer`` on go into one frame; 0: the step that wrote this one is about to write more of them."""
+        if not self.limits.join_bytes:
+            return 1
+        each = count * self.layout.token_bytes
+        most = max(1, min(self.limits.max_frame_bytes // each, self.layout.num_layers - layer))
+        layers, end = 1, first + count
+        while layers < most and self._sent[layer + layers] == first and self._written[layer + layers] >= end:
+            layers += 1
+        to_come = layers < most and self._written[layer + layers] < end
+        return 0 if to_come and layers * each < self.limits.join_bytes else layers
 
     def _control(self, kind: Kind, payload: bytes, first: int = 0, count: int = 0, flags: int = 0) -> Outgoing:
         header = Header(

@@ -4,8 +4,8 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from relay.transfer.contract import KvStore
-from relay.transfer.frame import Checksum, FrameError
+from relay.transfer.contract import KvStore, read_frame_kv, write_frame_kv
+from relay.transfer.frame import Checksum, FrameError, Header
 
 
 class FusedStore(Protocol):
@@ -27,9 +27,10 @@ class Copying(Protocol):
 class StagedStore(Protocol):
     """A backend whose blocks lie on a device: copies are queued on a stream of their own and compute never waits for them.
 
-    ``stage`` gathers positions of one layer into ``out``, which is host memory, pinned if it was registered: it runs after the
-    event of the layer's write. ``collect`` copies ``data`` to the device and scatters it into blocks. Both return at once, and run
-    in the order they were called in. The memory must stay as it is until the copy was waited for.
+    ``stage`` gathers positions of ``layers`` layers from ``layer`` on, one after the other, into ``out``, which is host memory,
+    pinned if it was registered: it runs after the event of the layer's write. ``collect`` copies ``data`` to the device and
+    scatters it into blocks. Both return at once, and run in the order they were called in. The memory must stay as it is until
+    the copy was waited for.
     """
 
     @property
@@ -43,9 +44,13 @@ class StagedStore(Protocol):
 
     def unregister(self, region: memoryview) -> None: ...
 
-    def stage(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> Copying: ...
+    def stage(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, layers: int = 1
+    ) -> Copying: ...
 
-    def collect(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> Copying: ...
+    def collect(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, layers: int = 1
+    ) -> Copying: ...
 
 
 class Reading:
@@ -92,28 +97,29 @@ class ChecksummedStore:
         if self._staged is not None and region is not None:
             self._staged.unregister(region)
 
-    def read(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> Reading:
-        """Begin to fill ``out`` from the blocks."""
+    def read(self, header: Header, block_table: np.ndarray, out: memoryview) -> Reading:
+        """Begin to fill ``out`` with the payload that ``header`` names."""
+        layer, first, count = header.layer, header.first_token, header.token_count
         if self._staged is not None:
-            return Reading(0, self._staged.stage(layer, block_table, first, count, out), out, self._checksum)
-        if self._fused is not None:
+            copying = self._staged.stage(layer, block_table, first, count, out, header.layers)
+            return Reading(0, copying, out, self._checksum)
+        if self._fused is not None and header.layers == 1:
             value = self._fused.read_kv_crc(layer, block_table, first, count, out)
         else:
-            self._store.read_kv(layer, block_table, first, count, out)
+            read_frame_kv(self._store, header, block_table, out)
             value = self._checksum(out, 0)
         return Reading(value, None, out, self._checksum)
 
-    def write(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, expected: int
-    ) -> None:
+    def write(self, header: Header, block_table: np.ndarray, data: memoryview, expected: int) -> None:
         """Fill the blocks from ``data``. Raises FrameError if it is damaged: what then lies in the blocks must not be used."""
-        if self._fused is not None:
+        layer, first, count = header.layer, header.first_token, header.token_count
+        if self._fused is not None and header.layers == 1:
             actual = self._fused.write_kv_crc(layer, block_table, first, count, data)
         else:
             actual = self._checksum(data, 0)
             if actual == expected and self._staged is not None:
-                self._staged.collect(layer, block_table, first, count, data).wait()
+                self._staged.collect(layer, block_table, first, count, data, header.layers).wait()
             elif actual == expected:
-                self._store.write_kv(layer, block_table, first, count, data)
+                write_frame_kv(self._store, header, block_table, data)
         if actual != expected:
             raise FrameError(f"payload checksum {actual:08x}, frame says {expected:08x}")

@@ -79,7 +79,7 @@ class VerifyCluster:
             str(model.pack.path),
             model.digest,
             lambda name, line: self._log.append(f"{name}: {line}"),
-            workers=[worker for worker, _ in slots],
+            slots=slots,
             perturb=perturb,
         )
         self._core = GatewayCore(control_for(config.backend, control or ControlConfig()), info, slots)

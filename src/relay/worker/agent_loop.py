@@ -17,6 +17,7 @@ from relay.worker.spec import WorkerSpec
 from relay.worker.status_page import StatusPage, manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
 
+DYING = "X"  # what the kernel calls a dead process
 KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -34,6 +35,7 @@ class AgentLoop:
         self._links = GatewayLinks(spec.gateways, GatewayToAgent, self._hello, now_ns, again=spec.orphan_hold_s > 0)
         self._alone_since_ns: int | None = None
         self._terminations = 0
+        self._watching = self._dying = self._told = False
 
     def run(self) -> int:
         """The process's exit status: the engine's own, 128 + signal for one that was killed, 1 without a gateway."""
@@ -78,7 +80,10 @@ class AgentLoop:
             beat_ns = self._now_ns()
             while True:
                 now_ns = self._now_ns()
-                if now_ns >= beat_ns:
+                if not self._watching and self._page.held:
+                    self._watching = True
+                    self._page.watch(self._engine_dies)
+                if now_ns >= beat_ns or (self._dying and not self._told):
                     self._beat(now_ns)
                     beat_ns = now_ns + HEARTBEAT_NS
                 links.tick()
@@ -111,7 +116,8 @@ class AgentLoop:
 
     def _beat(self, now_ns: int) -> None:
         step, phase, age_ms = self._page.read(now_ns)
-        state = engine_state(self._engine)
+        state = DYING if self._dying else engine_state(self._engine)
+        self._told = self._dying
         age_ms = self._step_age.own_ms(step, phase, age_ms, state, now_ns)
         rows = self._page.manifest() if phase == "stepping" and age_ms >= LONG_STEP_MS else []
         self._links.send(None, Heartbeat(step, phase, age_ms, state, *manifest_of(rows)))
@@ -122,6 +128,11 @@ class AgentLoop:
             self._signal(signal.SIGTERM)
         else:
             self._kill()
+        os.eventfd_write(self._wakeup, 1)
+
+    def _engine_dies(self) -> None:
+        """On another thread: gateways need not wait until the kernel has taken its memory down."""
+        self._dying = True
         os.eventfd_write(self._wakeup, 1)
 
     def _kill(self) -> None:

@@ -89,7 +89,7 @@ class WorkerCore:
         self._scheduler = scheduler
         self._digest_kv = digest_kv
         self._held = HeldTable()
-        self._parking = ParkingLot(self._held, scheduler.limits.num_blocks * scheduler.limits.block_size // 2)
+        self._parking = ParkingLot(self._held, scheduler.limits, config.max_held)
         self._announcer = Announcer(scheduler, self._held)
         self._steps_in_flight = 0
         self._failures = 0  # steps that raised
@@ -202,14 +202,13 @@ class WorkerCore:
                 work = order.work
                 key = _key(work)
                 held = self._held.attempt(work.request, work.choice)
-                if held is not None and (held.gateway not in (gateway, None) or held.name.attempt >= key.attempt):
-                    return  # fenced: an old attempt, the same message again, or somebody else's name
+                if self._held.is_old(key) or (held is not None and held.gateway not in (gateway, None)):
+                    return  # fenced: old, the same message again (nobody would cancel it now), or somebody else's name
                 if isinstance(order, Run) and not self._draining and self._custody.adopt(gateway, work, key):
                     return
                 if held is not None:
                     self._custody.drop(held, "superseded")
-                if held is not None or not self._held.is_over(key):
-                    self._take(gateway, order, key)
+                self._take(gateway, order, key)
 
     def _take(self, gateway: int, order: Run | Reserve | Prefill, key: SequenceKey) -> None:
         work = order.work
@@ -262,8 +261,8 @@ class WorkerCore:
     def _refuse(self, gateway: int, work: Work, reason: RefuseReason) -> None:
         retry_after_ms = self._config.retry_after_ms if reason == "full" else 0
         self._counters[f"refused_{reason}"] += 1
-        refusal = Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)
-        self._commands.append(SendToGateway(gateway, refusal))
+        self._held.is_now_over(_key(work))
+        self._commands.append(SendToGateway(gateway, Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -347,16 +346,16 @@ class WorkerCore:
         held = self._held.by_transfer.get(transfer)
         if held is not None and quietly:
             self._custody.drop(held, reason)
-        elif held is not None:
-            self._custody.fail(held, reason, retry=True)
+        elif held is not None:  # the peer's words: that it drains does not mean that this engine does
+            self._custody.fail(held, f"transfer: {reason}", retry=True)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _unpark(self, parked: list[Held], reason: str) -> None:
-        """Free what is parked; whoever comes for it computes it again."""
+        """Free what is parked and say so; whoever comes for it computes it again."""
         for held in parked:
             self._counters["parked_in_vain"] += 1
-            self._custody.drop(held, reason)
+            self._custody.fail(held, reason, retry=True)
         self._set_park_timer()
 
     def _set_park_timer(self) -> None:

@@ -128,6 +128,8 @@ class Custody:
             self.drop(before, "superseded")
         if orphan.held is not None:
             self._held.rename(orphan.held, name, gateway)
+        else:
+            self._held.is_now_over(name)  # all of it is said below
         entry = orphan.log.entry(name, orphan.work, len(work.token_ids) - work.num_prompt)
         if entry is not None:
             self._commands.append(SendToGateway(gateway, Tokens([entry])))

@@ -19,6 +19,8 @@ from relay.worker.weights_link import NotShared, fetch, wait_for_end
 if TYPE_CHECKING:
     import torch
 
+    from relay.kernels.cpu.backend import CpuBackend
+
 REPORT_S = 5.0  # between lines about a long load
 
 
@@ -49,10 +51,19 @@ def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
     if spec.backend == "cuda":
         instruction(b"")  # C kernels that are not built are found now and not by the first transfer
         return _cuda(spec), instruction
+    if spec.ranks > 1:
+        from relay.worker.ranks import start_ranks
+
+        return start_ranks(spec), instruction
+    return cpu_backend(spec), instruction
+
+
+def cpu_backend(spec: WorkerSpec) -> "CpuBackend":
+    """With its rank's share of the worker's threads."""
     from relay.kernels.cpu.backend import CpuBackend
 
-    threads = spec.threads or len(os.sched_getaffinity(0))
-    return CpuBackend(threads, max_tokens=spec.max_num_batched_tokens, max_sampled=spec.max_num_seqs), instruction
+    threads = max(1, (spec.threads or len(os.sched_getaffinity(0))) // spec.ranks)
+    return CpuBackend(threads, max_tokens=spec.max_num_batched_tokens, max_sampled=spec.max_num_seqs)
 
 
 def num_kv_blocks(spec: WorkerSpec, backend: Backend, block_bytes: int) -> int:

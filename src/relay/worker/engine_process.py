@@ -82,6 +82,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     clock = MonotonicClock()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    page.hold()
     page.set_phase("loading", clock.now_ns())
     from relay.worker.assembly import assemble
 
@@ -149,6 +150,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         host=host_identity(),
         kv_addresses=transport.addresses,
         transports=tuple(wire.scheme for wire in wires),
+        tensor_parallel=spec.ranks,
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,

@@ -1,8 +1,9 @@
 """Prompts that P has computed and no decode worker has room for: their KV stays pinned under a lease, within a bound; pure.
 
-So a full D delays only those who must decode there: P goes on with other prompts, and half of its pool stays theirs.
+So a full D delays only those who must decode there: P goes on with other prompts, and half of its pool and places stays theirs.
 """
 
+from relay.engine.limits import SchedulerLimits
 from relay.ids import SequenceKey
 from relay.worker.held import Held, HeldState
 from relay.worker.table import HeldTable
@@ -11,14 +12,16 @@ PARK_TIMER = "park"
 
 
 class ParkingLot:
-    """Who is parked, or will be once the first token is drawn, and until when. At most ``max_tokens`` prompt tokens at once.
+    """Who is parked, or will be once the first token is drawn, and until when. At most half of the pool's tokens
+    and half of ``max_held`` sequences at once.
 
     Whoever ``held`` knows no more has left, however that came.
     """
 
-    def __init__(self, held: HeldTable, max_tokens: int) -> None:
+    def __init__(self, held: HeldTable, limits: SchedulerLimits, max_held: int) -> None:
         self._held = held
-        self._max_tokens = max_tokens
+        self._max_tokens = limits.num_blocks * limits.block_size // 2
+        self._max_sequences = max_held // 2
         self._lease_ns: dict[SequenceKey, int] = {}
         self._until_ns: dict[SequenceKey, int] = {}
 
@@ -28,6 +31,8 @@ class ParkingLot:
     def admits(self, num_tokens: int) -> bool:
         """Whether a prompt of ``num_tokens`` may still come."""
         self._forget_gone()
+        if len(self._lease_ns) >= self._max_sequences:
+            return False
         taken = sum([len(self._held.by_key[key].work.token_ids) for key in self._lease_ns])
         return taken + num_tokens <= self._max_tokens
 

@@ -25,6 +25,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model_digest: str = ""  # refuse to start on any other pack; empty: take what the file says
     backend: Literal["cpu", "cuda", "reference"] = "cpu"
     device: str = "cuda:0"  # of the cuda backend
+    ranks: int = 1  # processes that share this worker's work, each with a part of heads, width and vocabulary
+    rank_devices: list[str] = []  # of the cuda backend with several ranks, by rank; the first is ``device``
     weights_socket: str = ""  # abstract Unix socket of the process that holds the device's weights; empty: load a copy
     gpu_sharers: int = 1  # workers that use those weights
     gpu_memory_fraction: float = 0.9  # of that device's memory for this worker, where kv_cache_memory_bytes is 0

@@ -1,20 +1,21 @@
 """The page of memory by which an engine shows its agent that it moves, and with what; no lock, no call into the kernel.
 
-8-byte words of the machine: steps finished, phase, monotonic time of the last change of phase, draining, steps begun; then two
-slots for the manifests of the steps in flight (``steps finished`` < number ≤ ``steps begun``). A manifest is complete in its
-slot before its step counts as begun, and says its number and CRC, so that a reader at any instant, and after any death of
-the engine, finds whole ones or none. The agent owns the memory (a memfd named by ``/proc/<agent>/fd/<n>``): it outlives
-the engine, and nothing is left behind however either process ends.
+8-byte words of the machine: steps finished, phase, monotonic time of the last change of phase, draining, steps begun, whether the
+engine holds the mutex of its ``DeathWatch``; from byte 64 that mutex; then two slots for the manifests of the steps in flight
+(``steps finished`` < number ≤ ``steps begun``). A manifest is complete in its slot before its step counts as begun, and says its
+number and CRC, so that a reader at any instant, and after any death of the engine, finds whole ones or none. The agent owns the
+memory (a memfd named by ``/proc/<agent>/fd/<n>``): it outlives the engine, and nothing is left behind however either ends.
 """
 
 import mmap
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 from zlib import crc32
 
 from relay.protocol.messages import ComputedRow
+from relay.worker.death_watch import DeathWatch
 
 Phase = Literal["starting", "loading", "ready", "stepping", "draining", "compiling"]
 PHASES: tuple[Phase, ...] = ("starting", "loading", "ready", "stepping", "draining", "compiling")
@@ -22,7 +23,7 @@ MAX_ROWS = 1 << 16  # of a manifest: as many as a step may have tokens
 MAX_IN_FLIGHT = 2
 _WORD = 8
 _WORD_MASK = (1 << 64) - 1
-_STEP, _PHASE, _SINCE, _DRAINING, _BEGUN, _SLOTS = 0, 1, 2, 3, 4, 8
+_STEP, _PHASE, _SINCE, _DRAINING, _BEGUN, _HELD, _MUTEX, _SLOTS = 0, 1, 2, 3, 4, 5, 8, 16
 _NUMBER, _COUNT, _CRC, _ROWS = 0, 1, 2, 3
 _ROW_WORDS = 4
 _SLOT_WORDS = _ROWS + _ROW_WORDS * MAX_ROWS
@@ -46,12 +47,15 @@ class StatusPage:
     def __init__(self, memory: mmap.mmap) -> None:
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("Q")
+        self._death = DeathWatch(memory, _MUTEX * _WORD)
 
     @classmethod
     def open(cls, path: str) -> "StatusPage":
         """Map the page the agent made; an empty ``path`` gives a private one nobody else reads."""
         if not path:
-            return cls(mmap.mmap(-1, PAGE_BYTES))
+            page = cls(mmap.mmap(-1, PAGE_BYTES))
+            page._death.prepare()
+            return page
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(mmap.mmap(descriptor, PAGE_BYTES))
@@ -63,9 +67,16 @@ class StatusPage:
         """A new page and the path under which other processes of this user may map it while this one lives."""
         descriptor = os.memfd_create("relay-status", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, PAGE_BYTES)
-        return cls(mmap.mmap(descriptor, PAGE_BYTES)), f"/proc/{os.getpid()}/fd/{descriptor}"
+        page = cls(mmap.mmap(descriptor, PAGE_BYTES))
+        page._death.prepare()
+        return page, f"/proc/{os.getpid()}/fd/{descriptor}"
 
     # --- the engine -----------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """From now on the calling thread's end is the engine's, and the agent knows at once."""
+        self._death.hold()
+        self._words[_HELD] = 1
 
     def set_phase(self, phase: Phase, now_ns: int) -> None:
         self._words[_SINCE] = now_ns
@@ -102,6 +113,15 @@ class StatusPage:
         self._words[_DRAINING] = 1
 
     # --- the agent ------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> bool:
+        """The engine has come so far that ``watch`` is possible."""
+        return self._words[_HELD] == 1
+
+    def watch(self, died: Callable[[], None]) -> None:
+        """``died`` is called on another thread when the engine that holds this page ends, however it does."""
+        self._death.watch(died)
 
     def read(self, now_ns: int) -> tuple[int, Phase, int]:
         """(steps finished, phase, its age in ms)."""

@@ -7,7 +7,7 @@ from relay.ids import SequenceKey
 from relay.worker.held import Held
 from relay.worker.status_page import ManifestRow
 
-MAX_ENDED = 4096  # ends remembered
+MAX_ENDED = 4096  # attempts that are over, remembered
 
 
 class HeldTable:
@@ -18,7 +18,7 @@ class HeldTable:
         self.by_transfer: dict[int, Held] = {}
         self.by_slot: dict[int, Held] = {}  # P's sequences with rows in steps
         self._attempts: dict[tuple[int, int], SequenceKey] = {}
-        self._ended: dict[tuple[int, int], int] = {}  # (request, choice) → newest attempt that ended here
+        self._ended: dict[tuple[int, int], int] = {}  # (request, choice) → newest attempt that is over here
 
     def __len__(self) -> int:
         return len(self.by_key)
@@ -35,10 +35,7 @@ class HeldTable:
         del self.by_key[key]
         name = held.name
         del self._attempts[name.request, name.choice]
-        self._ended.pop((name.request, name.choice), None)
-        self._ended[name.request, name.choice] = name.attempt
-        if len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self.is_now_over(name)
         self.end_transfer(held)
         if held.slot is not None and self.by_slot.get(held.slot) is held:
             del self.by_slot[held.slot]
@@ -62,9 +59,18 @@ class HeldTable:
         key = self._attempts.get((request, choice))
         return None if key is None else self.by_key[key]
 
-    def is_over(self, key: SequenceKey) -> bool:
-        """``key`` or a later attempt has been here and ended, not long ago: an order for it is one that came twice."""
-        return self._ended.get((key.request, key.choice), 0) >= key.attempt
+    def is_now_over(self, name: SequenceKey) -> None:
+        """``name`` was answered for good: it ended, was refused, or never had to begin."""
+        newest = max(name.attempt, self._ended.pop((name.request, name.choice), 0))
+        self._ended[name.request, name.choice] = newest
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def is_old(self, key: SequenceKey) -> bool:
+        """``key`` or a later attempt is held, or was answered for good not long ago: an order for it is old, or comes again."""
+        held = self.attempt(key.request, key.choice)
+        newest = held.name.attempt if held is not None else 0
+        return max(newest, self._ended.get((key.request, key.choice), 0)) >= key.attempt
 
     def manifest(self, plan: StepPlan, key_of_slot: Callable[[int], SequenceKey]) -> list[ManifestRow]:
         """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""

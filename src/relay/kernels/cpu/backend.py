@@ -91,8 +91,8 @@ class CpuBackend:
             self._buffers[buffer] = data
             self._model.buffers[records.BUFFER_INDEX[buffer]] = records.BufferRecord(data.ctypes.data, stride)
 
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
-        """See ``Backend.allocate_kv``. Layout: program.h."""
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: np.ndarray | None = None) -> None:
+        """See ``Backend.allocate_kv``. Layout: program.h. ``memory``: where the pool lies; uint8, zero, page aligned."""
         geometry = self._loaded().program.geometry
         if dtype not in _KV_BYTES:
             raise UsageError(f"KV cache dtype {dtype!r}: use {' or '.join(_KV_BYTES)}")
@@ -103,7 +103,10 @@ class CpuBackend:
         layer_bytes = 2 * block_size * geometry.kv_width * _KV_BYTES[dtype]
         model = self._model
         model.layer_bytes, model.block_bytes = layer_bytes, layer_bytes * geometry.num_layers
-        self._kv = reserve(num_blocks * model.block_bytes, f"a KV cache of {num_blocks} blocks")
+        size = num_blocks * model.block_bytes
+        if memory is not None and memory.size < size:
+            raise ValueError(f"{memory.size} bytes for a KV cache of {size}")
+        self._kv = reserve(size, f"a KV cache of {num_blocks} blocks") if memory is None else memory
         self._kv_dtype = dtype
         model.kv, model.kv_half = self._kv.ctypes.data, int(dtype == "bfloat16")
         model.block_size, model.num_blocks = block_size, num_blocks

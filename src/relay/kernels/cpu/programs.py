@@ -79,13 +79,14 @@ class _Binder:
                     eps=op.eps,
                 )
             case Linear():
+                outputs = width(op.dst) if op.outputs is None else op.outputs
                 return records.Op(
                     kind=OpKind.LINEAR,
                     src=BUFFER_INDEX[op.src],
                     dst=BUFFER_INDEX[op.dst],
                     accumulate=int(op.accumulate),
-                    bias=None if op.bias is None else self.pointer(op.bias, width(op.dst), pad=True),
-                    **self.matrix(op.weight, width(op.dst), width(op.src)),
+                    bias=None if op.bias is None else self.pointer(op.bias, outputs, pad=True),
+                    **self.matrix(op.weight, outputs, width(op.src)),
                 )
             case HeadNorm():
                 return records.Op(

@@ -20,7 +20,7 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import Copy, KvTransfers, Ordered
+from relay.kernels.cuda.kv_copy import Copies, KvTransfers, Ordered
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
@@ -293,14 +293,23 @@ class CudaBackend:
         self._transfers.unregister(region)
 
     @device_errors()
-    def stage(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> Copy:
-        """Begin ``read_kv``; the bytes are in ``out`` after ``wait``."""
-        return self._transfers.stage(self._device.cache(layer), block_table, first, count, out, layer, self._written)
+    def stage(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, layers: int = 1
+    ) -> Copies:
+        """Begin ``read_kv`` of ``layers`` layers; the bytes are in ``out`` after ``wait``."""
+        return Copies(
+            self._transfers.stage(self._device.cache(one), block_table, first, count, part, one, self._written)
+            for one, part in _parts(layer, layers, out)
+        )
 
     @device_errors()
-    def collect(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> Ordered:
+    def collect(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, layers: int = 1
+    ) -> Ordered:
         """``write_kv`` that waits for nothing: steps and reads that are queued later see the values."""
-        return self._transfers.collect(self._device.cache(layer), block_table, first, count, data)
+        for one, part in _parts(layer, layers, data):
+            self._transfers.collect(self._device.cache(one), block_table, first, count, part)
+        return Ordered()
 
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
         self.stage(layer, block_table, first, count, out).wait()
@@ -338,3 +347,8 @@ class CudaBackend:
         self._device.matrices.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
+
+
+def _parts(layer: int, layers: int, data: memoryview) -> list[tuple[int, memoryview]]:
+    size = len(data) // layers
+    return [(layer + index, data[index * size : (index + 1) * size]) for index in range(layers)]

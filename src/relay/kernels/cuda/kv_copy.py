@@ -8,6 +8,7 @@ processes share in turns costs one turn for many frames and not one each.
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -91,6 +92,18 @@ class Copy:
         self._event.synchronize()
         if self._host is not None:
             np.frombuffer(self._out, np.uint8)[: self._host.numel()] = self._host.numpy()
+
+
+class Copies:
+    """Those of the layers of one frame."""
+
+    def __init__(self, copies: Iterable[Copy]) -> None:
+        self._copies = list(copies)
+
+    def wait(self) -> None:
+        """Return when all bytes are there."""
+        for copy in self._copies:
+            copy.wait()
 
 
 class Ordered:

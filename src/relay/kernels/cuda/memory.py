@@ -2,11 +2,11 @@
 
 import torch
 
+from relay.devices import GPU_OVERHEAD_BYTES
 from relay.errors import DoesNotFitError, UsageError
 from relay.kernels.program import Geometry
 
 LEAST_CAPABILITY = (8, 0)
-OVERHEAD_BYTES = 2 << 30  # CUDA context, library workspaces and captured graphs, which torch does not count
 MIB = 1 << 20
 
 
@@ -42,7 +42,7 @@ def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fractio
     """
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) + borrowed
-    room = min(fraction * total - held - OVERHEAD_BYTES, free - OVERHEAD_BYTES // 4)
+    room = min(fraction * total - held - GPU_OVERHEAD_BYTES, free - GPU_OVERHEAD_BYTES // 4)
     return max(0, int(room) // kv_block_bytes(geometry, block_size))
 
 

@@ -106,6 +106,29 @@ def _takes_while_draining(original: Any) -> Any:
     return take
 
 
+def _refusals_forgotten(original: Any) -> Any:
+    """An order that was refused and comes a second time is taken, if there is room then."""
+
+    def refuse(core: WorkerCore, gateway: int, work: Any, reason: Any) -> None:
+        original(core, gateway, work, reason)
+        core.held._ended.pop((work.request, work.choice), None)
+
+    return refuse
+
+
+def _peer_is_quoted(original: Any) -> Any:
+    """Why the other end gave the transfer up is told as if it were this engine's own reason."""
+
+    def failed(core: WorkerCore, transfer: int, reason: str, *, quietly: bool) -> None:
+        held = core.held.by_transfer.get(transfer)
+        if held is not None and not quietly:
+            core._custody.fail(held, reason, retry=True)
+        else:
+            original(core, transfer, reason, quietly=quietly)
+
+    return failed
+
+
 def _drains_at_once(original: Any) -> Any:
     """SIGTERM ends the engine whatever it holds."""
 
@@ -141,6 +164,8 @@ TABLE = (
     Mutant("a window without a bound", "I10", Sender, "_next_kv", _no_window),
     Mutant("KV crosses between unequal numerics", "I13", kv_link, "mismatch", _any_hello),
     Mutant("work taken while draining", "I17", WorkerCore, "_take", _takes_while_draining),
+    Mutant("a refused order is taken when it comes again", "I8", WorkerCore, "_refuse", _refusals_forgotten),
+    Mutant("a peer's drain is told as its own", "I17", WorkerCore, "_transfer_failed", _peer_is_quoted),
     Mutant("a drain loses what is held", "I17", WorkerCore, "_drain", _drains_at_once),
     Mutant("a drain never ends", "I17", WorkerCore, "_hand_back_all", nothing),
     Mutant("leases are not renewed", "core", Watchdog, "heard", nothing),

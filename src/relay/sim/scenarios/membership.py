@@ -2,9 +2,10 @@
 
 from relay.config import SECOND
 from relay.sim.clients import Client
-from relay.sim.scenarios.stage import Scenario, Stage, cluster, control
+from relay.sim.scenarios.stage import Scenario, Stage, cluster, control, scheduler
 from relay.sim.swarm import MS
 from relay.worker.core import WorkerConfig
+from relay.worker.held import HeldState
 
 
 def _busy(stage: Stage, requests: int = 6, max_tokens: int = 40) -> list[Client]:
@@ -153,6 +154,23 @@ def _sigterm(stage: Stage) -> None:
         stage.finish(*clients, within_ms=5000)
 
 
+def _handed_back(stage: Stage) -> None:
+    for salt in range(2):
+        client = stage.submit(prompt=100, max_tokens=12, salt=salt)
+        decode = stage.decode_of(client)
+        lives = stage.incarnations()
+        stage.until(lambda: stage.holds("prefill-0", client, HeldState.PREFILLING), "P computes it")  # noqa: B023
+        stage.terminate("prefill-0")
+        stage.finish(client)
+        stage.until(
+            lambda: stage.incarnations()["prefill-0"] > lives["prefill-0"] and stage.ready("prefill-0"),  # noqa: B023
+            "P is replaced",
+            3000,
+        )
+        stage.require("attempt 2:" in stage.story(client), "P was in time: the scenario is too easy")
+        stage.require(stage.incarnations()[decode] == lives[decode], f"{decode} left with P")
+
+
 SCENARIOS = (
     Scenario(
         "master-stall",
@@ -209,6 +227,20 @@ SCENARIOS = (
         "decode and prefill workers get SIGTERM in the middle of streams, with 60 ms to drain: all streams go on, exactly",
         cluster(1, 2, worker=WorkerConfig(report_interval_ns=10 * MS, drain_timeout_ns=60 * MS)),
         _sigterm,
+    ),
+    Scenario(
+        "prefill-hands-back",
+        "the fault matrix of this project: P drained, D passed on the reason, and the gateways had the healthy D leave as well",
+        "P gets SIGTERM under a prompt that takes longer than its drain may: the prompt goes elsewhere, D stays",
+        cluster(
+            1,
+            2,
+            gateways=("gateway-0", "gateway-1"),
+            scheduler=scheduler(max_num_batched_tokens=16),
+            step_ns=40 * MS,
+            worker=WorkerConfig(report_interval_ns=10 * MS, drain_timeout_ns=60 * MS),
+        ),
+        _handed_back,
     ),
     Scenario(
         "version-skew",

@@ -1,0 +1,53 @@
+"""``relay devices``, and what a start says and checks about them."""
+
+import json
+import os
+from dataclasses import asdict
+
+import click
+
+from relay.cluster.nvml import detect
+from relay.cluster.topology import Need, Topology, check, describe
+from relay.config import ServeConfig
+from relay.devices import place
+from relay.models.config import ModelConfig
+from relay.models.layout import MatrixItem, weight_items
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def devices(as_json: bool) -> int:
+    """Show the GPUs of this machine and how they are connected."""
+    topology = detect(os.environ)
+    if as_json:
+        links = [{"devices": list(pair), **asdict(link)} for pair, link in sorted(topology.links.items())]
+        gpus = [{"device": gpu.device, **asdict(gpu)} for gpu in topology.gpus]
+        click.echo(json.dumps({"gpus": gpus, "links": links, "problem": topology.problem}))
+    else:
+        click.echo("\n".join(describe(topology)) or "no GPU")
+    return 1 if topology.problem else 0
+
+
+def device_lines(config: ServeConfig, model: ModelConfig, topology: Topology) -> list[str]:
+    """For the banner: what there is, who gets what, what to know. Raises UsageError or DoesNotFitError where that cannot work."""
+    worker = config.worker
+    placement = place(config.slots, worker.devices, worker.by_role)
+    notes = check(placement, topology, need_of(config, model))
+    placed = ", ".join(f"{name} on {' + '.join(devices)}" for name, devices in placement.items())
+    return [*describe(topology), placed, *notes]
+
+
+def need_of(config: ServeConfig, model: ModelConfig) -> Need:
+    """Memory of one rank of one worker, the parts that every rank repeats counted whole; bf16 weights and KV."""
+    worker, ranks = config.worker, config.worker.by_role.ranks
+    sizes = {item.name: 2 * item.n * item.k for item in weight_items(model) if isinstance(item, MatrixItem)}
+    repeated = sizes["embed"]
+    weights = repeated + (sum(sizes.values()) - repeated) // ranks
+    context = worker.max_model_len or worker.block_size
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * worker.kv_bytes_per_value
+    return Need(
+        weight_bytes=weights,
+        kv_bytes=worker.kv_cache_memory_bytes // ranks,
+        least_kv_bytes=context * token_bytes // ranks,
+        utilization=worker.gpu_memory_utilization,
+    )

@@ -1,0 +1,65 @@
+"""A rank of a worker other than the first: ``python -m relay.worker.rank_process``, started by ``ranks.py`` of its engine.
+
+Loads its part of the model, then makes rank 0's calls until that closes the link or ends. It never outlives its engine.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from relay.errors import RelayError
+from relay.worker.host import die_with_parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="relay-rank")
+    for name in ("--spec", "--place"):
+        parser.add_argument(name, required=True)
+    for name in ("--rank", "--parent", "--link", "--pool", "--floats"):
+        parser.add_argument(name, type=int, required=True)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains and then closes
+    if not die_with_parent(arguments.parent):
+        os._exit(1)
+    os._exit(_run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from relay.kernels.ranks import calls
+    from relay.kernels.ranks.backend import obey
+    from relay.kernels.ranks.exchange import Exchange, MeetingPlace
+    from relay.kernels.ranks.share import RankShare
+    from relay.models.llama import build_program
+    from relay.models.pack import Pack
+    from relay.worker.device import cpu_backend
+    from relay.worker.spec import decode_spec
+
+    link = socket.socket(fileno=arguments.link)
+    spec = decode_spec(arguments.spec)
+    memory, *bells = (int(text) for text in arguments.place.split(","))
+    rows = tuple(tuple(bells[start : start + spec.ranks]) for start in range(0, len(bells), spec.ranks))
+    exchange = Exchange(MeetingPlace(spec.ranks, arguments.floats, memory, rows), arguments.rank)
+    try:
+        try:
+            pack = Pack(Path(spec.pack_path))
+            share = RankShare(cpu_backend(spec), exchange, spec.ranks, arguments.rank)
+            share.load(build_program(pack.config), pack)
+        except RelayError as error:
+            calls.send(link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
+            return error.exit_code
+        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics())))
+        obey(share, link, arguments.pool, arguments.rank)
+    except calls.LinkEnded:
+        return 1
+    except RelayError as error:
+        print(f"rank {arguments.rank} of {spec.worker}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Where workers go, what NVML tells of the machine, and the lines for what cannot work."""
+
+import pytest
+from click.testing import CliRunner
+from fake_nvml import GIB, FakeNvml, h200s
+
+from relay.cli import devices as devices_command
+from relay.cluster.nvml import detect
+from relay.cluster.topology import Need, Topology, check, describe
+from relay.config import ServeConfig, WorkerConfig
+from relay.devices import RoleDevices, place
+from relay.errors import DoesNotFitError, UsageError
+from relay.local.workers import LocalWorkers
+
+NEED = Need(weight_bytes=15 * GIB, kv_bytes=0, least_kv_bytes=GIB, utilization=0.9)
+SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+
+
+def test_workers_take_the_list_of_their_role_in_turn() -> None:
+    found = place(SPLIT, ("cuda:0",), RoleDevices(("cuda:3",), ("cuda:1", "cuda:2")))
+    assert found == {"prefill-0": ("cuda:3",), "decode-0": ("cuda:1",), "decode-1": ("cuda:2",)}
+
+
+def test_workers_without_a_list_share_the_common_one() -> None:
+    assert list(place(SPLIT, ("cuda:0", "cuda:1"), RoleDevices()).values()) == [("cuda:0",), ("cuda:1",), ("cuda:0",)]
+    mixed = place(SPLIT, ("cuda:0",), RoleDevices(decode=("cuda:1",)))
+    assert mixed == {"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",), "decode-1": ("cuda:1",)}
+
+
+def test_ranks_are_neighbours_of_the_list() -> None:
+    by_role = RoleDevices(("cuda:0", "cuda:1"), ("cuda:2", "cuda:3", "cuda:4", "cuda:5"), ranks=2)
+    found = place(SPLIT, ("cuda:0",), by_role)
+    assert found == {
+        "prefill-0": ("cuda:0", "cuda:1"),
+        "decode-0": ("cuda:2", "cuda:3"),
+        "decode-1": ("cuda:4", "cuda:5"),
+    }
+    assert (by_role.num_workers(by_role.prefill), by_role.num_workers(by_role.decode)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"prefill": ("cuda0",)}, "--prefill-devices must be cuda:N"),
+        ({"decode": ("",)}, "--decode-devices must be cuda:N"),
+        ({"ranks": 9}, "--tensor-parallel-size must be between 1 and 8"),
+        ({"decode": ("cuda:0", "cuda:1", "cuda:2"), "ranks": 2}, "names 3 devices, which is no multiple of the 2"),
+        ({"decode": ("cuda:0", "cuda:0"), "ranks": 2}, "each rank of --tensor-parallel-size needs a device"),
+    ],
+)
+def test_lists_that_mean_nothing(values: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        RoleDevices(**values)  # type: ignore[arg-type]
+
+
+def test_device_lists_need_a_backend_with_devices() -> None:
+    with pytest.raises(UsageError, match="need --backend cuda, not cpu"):
+        WorkerConfig.of("cpu", by_role=RoleDevices(("cuda:0",)))
+
+
+def test_each_worker_is_told_its_own_device() -> None:
+    config = WorkerConfig.of("cuda", by_role=RoleDevices(("cuda:0",), ("cuda:1", "cuda:1")))
+    workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT)  # type: ignore[arg-type]
+    specs = {worker: workers._spec(_key(worker), role) for worker, role in SPLIT}  # type: ignore[arg-type]
+    assert [(spec.device, spec.gpu_sharers) for spec in specs.values()] == [("cuda:0", 1), ("cuda:1", 2), ("cuda:1", 2)]
+    assert not specs["prefill-0"].weights_socket
+    assert specs["decode-0"].weights_socket == specs["decode-1"].weights_socket != ""
+
+
+def _key(worker: str) -> object:
+    from relay.ids import WorkerKey
+
+    return WorkerKey(worker, 1)
+
+
+def test_the_topology_is_read_and_nvml_closed_again() -> None:
+    nvml = h200s(2)
+    topology = detect({}, nvml)
+    assert nvml.opened == 0
+    assert describe(topology) == [
+        "cuda:0 NVIDIA H200, 140.0 GiB, 139.0 free",
+        "cuda:1 NVIDIA H200, 140.0 GiB, 139.0 free",
+        "cuda:0 - cuda:1: 18 NVLinks, one NUMA node, peer access",
+    ]
+
+
+def test_visible_devices_are_renumbered() -> None:
+    nvml = FakeNvml([1 * GIB, 2 * GIB, 3 * GIB], [0, 0, 0])
+    assert [gpu.total_bytes // GIB for gpu in detect({"CUDA_VISIBLE_DEVICES": "2,0"}, nvml).gpus] == [3, 1]
+    assert [gpu.total_bytes // GIB for gpu in detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}, nvml).gpus] == [2]
+    assert detect({"CUDA_VISIBLE_DEVICES": ""}, nvml).gpus == ()
+    assert "MIG-x names what NVML does not list" in detect({"CUDA_VISIBLE_DEVICES": "MIG-x"}, nvml).problem
+
+
+def test_what_cannot_be_asked_is_said_and_refuses_nothing() -> None:
+    topology = detect({}, h200s(2, broken="Driver Not Loaded"))
+    assert describe(topology) == ["not detected: NVML: Driver Not Loaded"]
+    assert check({"decode-0": ("cuda:9",)}, topology, NEED) == []
+
+
+def test_the_module_has_what_the_fake_has() -> None:
+    """The fake would prove nothing if it spelled a name as pynvml does not."""
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert len(names) > 15
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+    assert pynvml.NVML_P2P_STATUS_OK == 0
+
+
+def test_a_device_that_does_not_exist() -> None:
+    line = (
+        r"cuda:2 for decode-0 does not exist: this machine has cuda:0 \(NVIDIA H200\), cuda:1 \(NVIDIA H200\); name one"
+    )
+    with pytest.raises(UsageError, match=line):
+        check({"prefill-0": ("cuda:0",), "decode-0": ("cuda:2",)}, detect({}, h200s(2)), NEED)
+    with pytest.raises(UsageError, match="NVML finds no GPU"):
+        check({"decode-0": ("cuda:0",)}, detect({}, h200s(0)), NEED)
+
+
+def test_two_workers_on_one_device_without_room() -> None:
+    topology = detect({}, FakeNvml([24 * GIB, 24 * GIB], [23 * GIB, 23 * GIB]))
+    apart = {"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}
+    assert check(apart, topology, NEED) == []  # 15 + 2 + 1 of 21.6
+    together = {"prefill-0": ("cuda:0",), "decode-0": ("cuda:0",)}
+    assert check(together, topology, NEED) == []  # weights once: 15 + 2 x 3 of 21.6
+    crowded = {**together, "decode-1": ("cuda:0",)}
+    with pytest.raises(DoesNotFitError) as refusal:
+        check(crowded, topology, NEED)
+    text = str(refusal.value)
+    assert (
+        "prefill-0 and decode-0 and decode-1 do not fit on cuda:0 (NVIDIA H200): 15.0 GiB of weights and 3 x 3.0"
+        in text
+    )
+    assert "21.6 of 24.0 GiB may be used (23.0 free" in text
+    assert "--prefill-devices, --decode-devices" in text
+    with pytest.raises(DoesNotFitError, match="decode-0 does not fit"):
+        check({"decode-0": ("cuda:0",)}, detect({}, FakeNvml([140 * GIB], [4 * GIB])), NEED)
+
+
+def test_no_peer_access_is_said_between_workers_and_refused_between_ranks() -> None:
+    nvml = h200s(2, pairs={(0, 1): ("CHIPSET_NOT_SUPPORTED", "CHIPSET_NOT_SUPPORTED", "NOT_SUPPORTED")}, ancestor=50)
+    topology = detect({}, nvml)
+    (note,) = check({"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}, topology, NEED)
+    assert note.startswith("no peer access between cuda:0 (prefill-0) and cuda:1 (decode-0): across CPUs, the chipset")
+    assert "host memory" in note
+    with pytest.raises(
+        UsageError, match=r"worker-0: no peer access between cuda:0 and cuda:1 \(across CPUs; the chipset"
+    ):
+        check({"worker-0": ("cuda:0", "cuda:1")}, topology, NEED)
+    with pytest.raises(UsageError, match="a device of a tensor-parallel worker is that worker's alone"):
+        check({"worker-0": ("cuda:0", "cuda:1"), "worker-1": ("cuda:1", "cuda:0")}, detect({}, h200s(2)), NEED)
+
+
+def test_the_banner_says_devices_and_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from relay.models.config import ModelConfig, RopeConfig
+
+    model = ModelConfig(
+        "llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 8192, RopeConfig(5e5), tied_embeddings=False
+    )
+    by_role = RoleDevices(("cuda:0",), ("cuda:1",))
+    config = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role))
+    lines = devices_command.device_lines(config, model, detect({}, h200s(2)))
+    assert lines[-1] == "prefill-0 on cuda:0, decode-0 on cuda:1"
+    assert 14.9 < devices_command.need_of(config, model).weight_bytes / GIB < 15.0  # 8.03 billion weights of 2 bytes
+    small = detect({}, FakeNvml([16 * GIB] * 2, [16 * GIB] * 2))
+    with pytest.raises(DoesNotFitError, match=r"prefill-0 does not fit on cuda:0 .* 15\.0 GiB of weights"):
+        devices_command.device_lines(config, model, small)
+
+
+def test_the_command_prints_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_command, "detect", lambda environment: detect({}, h200s(2)))
+    result = CliRunner().invoke(devices_command.devices, ["--json"])
+    assert '"devices": [0, 1]' in result.output
+    assert '"problem": ""' in result.output
+    monkeypatch.setattr(devices_command, "detect", lambda environment: Topology(problem="no driver"))
+    assert CliRunner().invoke(devices_command.devices, standalone_mode=False).return_value == 1
