@@ -277,7 +277,7 @@ class WorkerConfig:
             "kv_cache_memory_bytes": defaults.kv_cache_memory_bytes,
         }
         if "max_num_batched_tokens" in given:
-            usual["max_num_seqs"] = min(usual["max_num_seqs"], given["max_num_batched_tokens"])
+            usual["max_num_seqs"] = max(1, min(usual["max_num_seqs"], given["max_num_batched_tokens"]))
         return cls(backend=backend, **{**usual, **given})
 
     @property
