@@ -3,14 +3,15 @@
 import ctypes
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 
 from relay.errors import DoesNotFitError
 
 
-def address(buffer: "bytearray | memoryview | np.ndarray") -> int:
-    """Of the first byte of a contiguous buffer, 0 of an empty one. numpy's ``ctypes.data`` costs ten times as much."""
+def address(buffer: Any) -> int:
+    """Of the first byte of contiguous memory (any buffer object), 0 of an empty one. numpy's ``data`` costs ten times as much."""
     view = memoryview(buffer)
     if not view.nbytes:
         return 0
