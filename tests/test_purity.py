@@ -87,6 +87,8 @@ PURE = [
     "sim/world.py",
     "transfer/contract.py",
     "transfer/frame.py",
+    "transfer/nixl/bridge.py",
+    "transfer/nixl/staging.py",
     "transfer/receiver.py",
     "transfer/ring.py",
     "transfer/sender.py",

@@ -16,8 +16,8 @@ BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
-TransportName = Literal["auto", "tcp", "shm"]
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm")  # of KV between workers
+TransportName = Literal["auto", "tcp", "shm", "nixl"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "nixl")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -61,7 +61,8 @@ class DetectorConfig:
 class RestartConfig:
     """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
 
-    A worker that was ready and then killed comes back at once however often that happens.
+    A worker that was ready and then killed comes back at once however often that happens, but after what it had has gone on
+    elsewhere: its start takes half a second of processor time that the others' prefill needs.
     """
 
     first_delay_s: float = 0.1
@@ -70,6 +71,7 @@ class RestartConfig:
     crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
     start_attempts: int = 3  # before the cluster was ever complete
     exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
+    yield_s: float = 1.0  # the longest wait for that
     report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
 
 

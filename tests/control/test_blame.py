@@ -394,8 +394,9 @@ def test_an_engines_eof_after_the_exit_does_not_silence_its_agent() -> None:
     world.handle(e.ConnectionLost(key, "engine", "EOF"))
     world.handle(e.WorkerMessage(key, EngineExited(None, 11, [ComputedRow(1, 0, 1, 20)], True)))
     assert request.suspicion.blames == 1
+    assert ("launch", key.worker) not in world.timers
     world.handle(e.ConnectionLost(key, "agent", "EOF"))
-    assert world.core.state.workers[key.worker].incarnation == 2
+    assert ("launch", key.worker) in world.timers  # when the request has gone on elsewhere
 
 
 def test_the_agents_word_may_come_after_the_exit() -> None:

@@ -344,6 +344,46 @@ def test_a_dying_engine_is_lost_at_once_and_explained_later() -> None:
     assert "signal 9" in world.core.status(0)["workers"][0]["last_loss"]
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_killed_worker_starts_when_what_it_had_goes_on_elsewhere(goes_on: bool) -> None:
+    """Its start takes processor time that the others' prefill needs; it is not put off for long."""
+    world = World(first, [("worker-0", "both"), ("worker-1", "both")]).ready()
+    world.submit(LONG, max_tokens=40, min_tokens=40)
+    world.run(12)
+    (victim,) = [worker for worker in world.core.state.workers.values() if worker.live]
+    key = victim.key
+    world.kill(key, 9)
+    if not goes_on:
+        world.workers[next(other for other in world.alive() if other != key)].receive = lambda message: None
+    while key in world.endings:
+        world._end(key)
+    assert victim.state is WorkerState.LOST
+    assert ("launch", victim.id) in world.timers
+    killed_ns = world.now_ns
+    while victim.state is WorkerState.LOST:
+        if not world.actions():
+            world.advance()
+        for name, action in world.actions():
+            if name != "hello":
+                action()
+    restart, tick_s = world.core.state.config.restart, world.core.state.config.tick_s
+    waited_s = (world.now_ns - killed_ns) / SECOND
+    assert waited_s <= tick_s if goes_on else restart.yield_s - tick_s <= waited_s <= restart.yield_s
+    assert ("launch", victim.id) not in world.timers
+
+
+def test_a_killed_worker_starts_at_once_where_nobody_else_could_go_on() -> None:
+    world = World(first, ONE).ready()
+    world.submit(LONG, max_tokens=40, min_tokens=40)
+    world.run(12)
+    key = live_key(world, "worker-0")
+    assert world.core.state.workers["worker-0"].live
+    world.kill(key, 9)
+    while key in world.endings:
+        world._end(key)
+    assert state(world, "worker-0") is WorkerState.STARTING
+
+
 def test_hung_step() -> None:
     world = World(first, ONE).ready()
     key = live_key(world, "worker-0")

@@ -61,6 +61,21 @@ def test_what_fits_no_worker_may_fail_after_it_was_taken(too_many: int) -> None:
     assert broken(lambda: judge(world, client, failure, refused=False)) is (too_many == 0)
 
 
+def test_every_crashing_start_counts_for_a_crash_loop() -> None:
+    """Found by `relay sim --seed 654105926135`: one fault, six starts that crashed, and then the only worker drained."""
+    world = World(Tape(1))
+    worker = next(iter(world.swarm.slots))[0]
+    world.workers[worker] = SimpleNamespace(running=object())
+    client = Client(9, Submission([5, 6], SamplingParams(max_tokens=1)), Expectation(faults_before=1), Oracles(64))
+    failure = RequestFailure(503, "no_workers", "", 1.0)
+    world.num_faults = 1
+    enough = world.swarm.control.restart.crash_loop_failures
+    for starts in range(enough):
+        world.crashed_starts = starts
+        few = starts + 1 < enough
+        assert broken(lambda: judge(world, client, failure, refused=True)) is few
+
+
 def test_only_an_engine_that_drains_may_say_so() -> None:
     engine = SimpleNamespace(core=SimpleNamespace(draining=False))
     drains = Drains(SimpleNamespace(engine=lambda key: engine))

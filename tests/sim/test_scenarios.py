@@ -76,6 +76,7 @@ def test_a_scenario_repeats() -> None:
         ("sigterm-under-load", "a drain never ends"),
         ("restart-storm", "a crash loop starts again at once"),
         ("decode-oom", "a failed step counts as computed"),
+        ("crosswise", "refused work is asked for again at once"),
     ],
 )
 def test_a_scenario_notices_what_went_wrong_there(scenario: str, mutant: str) -> None:

@@ -4,6 +4,7 @@ import queue
 import time
 
 import numpy as np
+import pytest
 
 from relay.transfer.channel import read_frame
 from relay.transfer.checksum import crc32c
@@ -11,15 +12,22 @@ from relay.transfer.contract import ReceiveOrder, SendOrder, TransferLimits
 from relay.transfer.frame import Header, Kind
 from relay.transfer.handshake import greet
 from relay.transfer.inproc import InprocTransport, Network
+from relay.transfer.nixl.agent import installed
+from relay.transfer.nixl.wire import NixlWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire
+from tests.transfer.fake_nixl import Fabric, fake_wire
 from tests.transfer.stores import LAYOUT, ArrayStore, identity
 
 TOKENS = 100
 SOURCE_TABLE = np.array([3, 1, 0, 5, 2, 7, 9], np.int32)
 TARGET_TABLE = (11, 4, 6, 2, 0, 1, 15)
 SMALL = TransferLimits(min_frame_bytes=512, max_frame_bytes=1024, window_bytes=4096, probe_ns=200_000_000)
-WIRES = {"tcp": TcpWire, "shm": lambda: ShmWire("here")}
+FABRIC = Fabric()
+WIRES = {"tcp": TcpWire, "shm": lambda: ShmWire("here"), "nixl-fake": lambda: fake_wire(FABRIC), "nixl": NixlWire}
+NO_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not installed: pip install 'relay-serving[nixl]'")
+EVERY_WIRE = [pytest.param(name, marks=NO_NIXL) if name == "nixl" else name for name in WIRES]
+PROCESS_WIRES = [name for name in EVERY_WIRE if name != "nixl-fake"]  # between processes
 WAIT_S = 20
 
 
@@ -34,7 +42,7 @@ class Node:
         if scheme == "inproc":
             self.transport = InprocTransport(network, who, self.store, self.events.put, limits)
         else:
-            self.wire = WIRES[scheme]()
+            self.wire = (scheme if callable(scheme) else WIRES[scheme])()
             self.transport = WiredTransport(who, self.store, self.events.put, [self.wire], limits=limits)
 
     def pump(self):
@@ -104,7 +112,7 @@ def raw_peer(target, name="p", **other):
     stream = target.wire.dial(target.wire.address)
     stream.set_timeout(WAIT_S)
     greet(stream, identity(name, **other), crc32c, "d", 1)
-    channel = target.wire.upgrade(stream, dialled=True)
+    channel = target.wire.upgrade(stream, dialled=True, lane=target.wire.connections - 1)
     channel.set_timeout(WAIT_S)
     return channel
 

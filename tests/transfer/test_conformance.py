@@ -8,6 +8,7 @@ import pytest
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged, SendFailed, TransferLimits
 from relay.transfer.frame import Handoff
 from tests.transfer.nodes import (
+    EVERY_WIRE,
     SOURCE_TABLE,
     TOKENS,
     Pair,
@@ -23,7 +24,7 @@ QUICK = TransferLimits(512, 1024, 4096, probe_ns=SECOND // 10, lease_ns=SECOND /
 HANDOFF = Handoff(token_id=42, logprob=-0.5, top=[(42, -0.5)], cached_tokens=16, logit_digest=b"x" * 16)
 
 
-@pytest.fixture(params=["inproc", "tcp", "shm"])
+@pytest.fixture(params=["inproc", *EVERY_WIRE])
 def scheme(request):
     return request.param
 

@@ -11,13 +11,13 @@ import pytest
 
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendFailed, TransferLimits
 from relay.transfer.frame import Handoff
-from tests.transfer.nodes import WIRES, Node, announce, eventually, receive_order, send_order
+from tests.transfer.nodes import PROCESS_WIRES, Node, announce, eventually, receive_order, send_order
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = TransferLimits(512, 1024, 4096, probe_ns=100_000_000, lease_ns=800_000_000, open_lease_ns=20_000_000_000)
 
 
-@pytest.fixture(params=WIRES)
+@pytest.fixture(params=PROCESS_WIRES)
 def scheme(request):
     return request.param
 

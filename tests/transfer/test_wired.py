@@ -39,6 +39,7 @@ from relay.transfer.inbound import Reception
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, open_wires
 from tests.transfer.nodes import (
+    EVERY_WIRE,
     SOURCE_TABLE,
     TARGET_TABLE,
     TOKENS,
@@ -59,7 +60,7 @@ from tests.transfer.stores import LAYOUT, ArrayStore, identity
 PAYLOAD = bytes([255]) * (4 * LAYOUT.token_bytes)
 
 
-@pytest.fixture(params=WIRES)
+@pytest.fixture(params=[name for name in EVERY_WIRE if name != "nixl"])
 def scheme(request):
     return request.param
 
@@ -101,12 +102,13 @@ def dead_address(scheme):
 
 def test_nobody_there(pair, scheme):
     dead = dead_address(scheme)
-    pair.source.transport.open_send(send_order(pair.target, addresses=[dead, f"{scheme}://bad", "carrier-pigeon://x"]))
+    name = pair.source.wire.scheme
+    pair.source.transport.open_send(send_order(pair.target, addresses=[dead, f"{name}://bad", "carrier-pigeon://x"]))
     event = pair.source.event()
     assert isinstance(event, SendFailed)
     assert dead.rpartition("/")[2] in event.reason
-    assert f"{scheme}://bad" in event.reason
-    assert f"carrier-pigeon://x: not reachable from here over {scheme}" in event.reason
+    assert f"{name}://bad" in event.reason
+    assert f"carrier-pigeon://x: not reachable from here over {name}" in event.reason
 
 
 def test_first_address_that_answers_is_used(pair, scheme):
@@ -194,11 +196,18 @@ def test_too_large_a_payload_is_refused_by_its_header(pair):
     head = bytearray(seal(kv_header(), PAYLOAD, crc32c))
     head[44:48] = (MAX_KV_BYTES + 1).to_bytes(4, "little")
     head[-4:] = crc32c(head[:-4]).to_bytes(4, "little")
-    assert "limit" in damaged(pair, head, PAYLOAD)
+    verdict = damaged(pair, head, PAYLOAD)
+    assert refused_by_own_agent(pair, verdict) or "limit" in verdict
 
 
 def test_noise(pair):
-    assert "magic" in damaged(pair, b"GET / HTTP/1.1\r\n".ljust(HEADER_BYTES), b"x" * 100)
+    verdict = damaged(pair, b"GET / HTTP/1.1\r\n".ljust(HEADER_BYTES), b"x" * 100)
+    assert refused_by_own_agent(pair, verdict) or "magic" in verdict
+
+
+def refused_by_own_agent(pair, verdict):
+    """P's agent process sends nothing that could not lie in a ring: it ends, and D sees no more than that."""
+    return pair.source.wire.scheme == "nixl" and "closed the connection" in verdict
 
 
 def test_truncation(pair, scheme):
@@ -309,7 +318,7 @@ def test_connections_of_a_pair_do_not_mix_kv_and_control(pair, scheme):
         pair.source.transport.send_handoff(7, Handoff(token_id=1))
         assert isinstance(pair.target.event(), ReceiveCompleted)
     assert len(pair.source.transport._links[("d", 1)]._channels) == pair.source.wire.connections
-    if scheme == "tcp":
+    if scheme != "shm":
         assert {Kind.KV} in kinds.values()
         assert all(Kind.KV not in seen or seen == {Kind.KV} for seen in kinds.values())
         assert len(kinds) > 1

@@ -668,5 +668,5 @@ def test_ends_are_remembered_up_to_a_bound(world):
     worker.order(Run(work([5, 6], request=99, max_tokens=1)))
     world.settle()
     assert len(worker.core.held._ended) == MAX_ENDED
-    assert not worker.core.held.is_over(SequenceKey(1, 0, 1))
-    assert worker.core.held.is_over(SequenceKey(99, 0, 1))
+    assert not worker.core.held.is_old(SequenceKey(1, 0, 1))
+    assert worker.core.held.is_old(SequenceKey(99, 0, 1))

@@ -20,6 +20,7 @@ from relay.protocol.messages import Work
 from relay.protocol.sampling import SamplingParams
 from relay.transfer.contract import SendFailed, SendOrder, TransferEvent, TransferLimits
 from relay.transfer.frame import Handoff
+from relay.transfer.nixl.wire import NixlWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, Wire
 from relay.worker.assembly import assemble
@@ -120,9 +121,8 @@ class Source:
 
     def transport(self, scheme: str) -> WiredTransport:
         if scheme not in self._transports:
-            wires: list[Wire] = [ShmWire(host_identity())] if scheme == "shm" else [TcpWire()]
             self._transports[scheme] = WiredTransport(
-                self._engine.identity, self.store, self._ended, wires, checksum=self.checksum
+                self._engine.identity, self.store, self._ended, [_wire(scheme)], checksum=self.checksum
             )
         return self._transports[scheme]
 
@@ -169,9 +169,9 @@ class Source:
         """Send what was computed before, as fast as it goes; when that began."""
         transport = self.transport(scheme)
         begin = time.monotonic_ns()
-        for row in prefilled.announced:
-            for layer in range(self.num_layers):
-                transport.layer_written(transfer, layer, row.first, row.count, row.block_table)
+        last = prefilled.announced[-1]
+        for layer in range(self.num_layers):
+            transport.layer_written(transfer, layer, 0, last.first + last.count, last.block_table)
         transport.send_handoff(transfer, HANDOFF)
         return begin
 
@@ -214,3 +214,9 @@ class Source:
     def _ended(self, event: TransferEvent) -> None:
         if isinstance(event, SendFailed):
             self.failures.append(event)
+
+
+def _wire(scheme: str) -> Wire:
+    if scheme == "nixl":
+        return NixlWire()
+    return ShmWire(host_identity()) if scheme == "shm" else TcpWire()

@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 
 from relay.bench.ceilings import PairEnd, receive_socket, region
-from relay.bench.stamps import StampedStore
+from relay.bench.stamps import StampedStore, transfer_cpu_s
 from relay.errors import RelayError
 from relay.transfer.contract import ReceiveCompleted, ReceiveOrder, TransferEvent
+from relay.transfer.nixl.agent import installed
+from relay.transfer.nixl.wire import NixlWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, Wire
 from relay.worker.assembly import assemble
@@ -41,7 +43,7 @@ class Command(msgspec.Struct, omit_defaults=True):
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """``at_ns``: when it happened."""
+    """``at_ns``: when it happened. ``cpu_s``: what the transfer threads have used so far."""
 
     name: str
     at_ns: int = 0
@@ -49,6 +51,7 @@ class Report(msgspec.Struct, omit_defaults=True):
     reason: str = ""
     addresses: list[str] = []
     copies: list[tuple[int, int, int, int]] = []  # layer, first, start, end
+    cpu_s: float = 0.0
 
 
 class Target:
@@ -60,7 +63,7 @@ class Target:
         self._store = _EchoStore(self, StampedStore(self._engine.backend))
         self._lock = threading.Lock()
         self.echo = False
-        wires: list[Wire] = [ShmWire(host_identity()), TcpWire()]
+        wires: list[Wire] = [ShmWire(host_identity()), TcpWire(), *([NixlWire()] if installed() else [])]
         self._transport = WiredTransport(
             self._engine.identity, self._store, self._ended, wires, checksum=self._engine.checksum
         )
@@ -90,7 +93,8 @@ class Target:
             self.say(Report("reserved", transfer=command.transfer))
         elif command.name == "copies":
             writes, self._store.stamped.writes = self._store.stamped.writes, []
-            self.say(Report("copies", copies=[(c.layer, c.first, c.start_ns, c.end_ns) for c in writes]))
+            copies = [(c.layer, c.first, c.start_ns, c.end_ns) for c in writes]
+            self.say(Report("copies", copies=copies, cpu_s=transfer_cpu_s()))
         elif command.name == "pair":
             memory, filled, emptied = command.descriptors
             end = PairEnd(memory, filled, emptied, self._engine.checksum if command.checksum else None)

@@ -1,7 +1,8 @@
 """When things happened: wrappers that write down the times of copies and of a prompt's layers, and change nothing."""
 
+import threading
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +10,7 @@ from relay.kernels.backend import Backend, Batch, LayerSink
 from relay.kernels.program import Program, SelectRows
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One copy between blocks and a frame; times of CLOCK_MONOTONIC, which all processes of a host share."""
 
     layer: int
@@ -47,6 +47,16 @@ class StampedStore:
         checksum: int = self._backend.write_kv_crc(layer, block_table, first, count, data)  # type: ignore[attr-defined]
         self.writes.append(Copy(layer, first, start_ns, time.monotonic_ns()))
         return checksum
+
+
+def transfer_cpu_s() -> float:
+    """Processor time of this process's transfer threads since they began; those that ended do not count."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith("kv-") and thread.ident is not None
+    ]
+    return sum(map(time.clock_gettime, clocks))
 
 
 class LayerStamps:

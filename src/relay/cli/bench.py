@@ -58,14 +58,17 @@ def kv(
     from relay.bench.kv_run import KvSettings, run_kv
     from relay.models.progress import console_progress
     from relay.models.store import default_cache_dir, open_model
+    from relay.transfer.nixl.wire import require_installed
 
     settings = KvSettings(
         tokens=[_length(text) for text in tokens.split(",")],
-        transports=_names("--transport", transports, ("shm", "tcp")),
+        transports=_names("--transport", transports, ("shm", "tcp", "nixl")),
         dtypes=_names("--kv-cache-dtype", dtypes, ("float32", "bfloat16")),
         runs=runs,
         threads=threads,
     )
+    if "nixl" in settings.transports:
+        require_installed()
     loaded = open_model(
         model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
     )

@@ -75,7 +75,7 @@ from relay.devices import RoleDevices
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP.",
+    help="How KV travels; auto: shared memory on one host, else TCP. nixl: needs the extra of that name.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")
@@ -151,6 +151,10 @@ def serve(
 ) -> int:
     """Serve MODEL (a short name, org/name, a folder or a GGUF file) over HTTP."""
     by_role = RoleDevices(_names(prefill_devices), _names(decode_devices), tensor_parallel_size)
+    if transport == "nixl":
+        from relay.transfer.nixl.wire import require_installed
+
+        require_installed()
     config = ServeConfig(
         model=model,
         host=host,

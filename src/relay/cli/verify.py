@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relay.config import BACKENDS, KV_DTYPES, BackendName, WorkerConfig
+from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS, BackendName, TransportName, WorkerConfig
 from relay.devices import RoleDevices
 from relay.errors import StartupError
 from relay.verify.compare import PathReport, compare
@@ -48,6 +48,13 @@ KV_MEMORY_BYTES = 1 << 30
     show_default=True,
     help="Numbers in the KV cache; auto: float32, cuda: bfloat16.",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How KV travels, as `relay serve` takes it.",
+)
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @click.option(
     "--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Model cache [default: ~/.cache/relay]."
@@ -63,6 +70,7 @@ def verify(
     tensor_parallel_size: int,
     threads: int,
     kv_cache_dtype: str,
+    transport: TransportName,
     offline: bool,
     cache_dir: Path | None,
 ) -> int:
@@ -78,6 +86,7 @@ def verify(
         by_role=RoleDevices(ranks=tensor_parallel_size),
         threads=threads,
         kv_cache_dtype=kv_cache_dtype,
+        transport=transport,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
     )
     loaded = open_model(

@@ -246,6 +246,7 @@ class GatewayCore:
         self._detector.tick(now_ns)
         self._hedger.tick(now_ns)
         self._deadlines(now_ns)
+        self._membership.tick(now_ns)
         for worker in self.state.workers.values():
             worker.pass_time(now_ns)
             worker.stop_expecting_old(now_ns)

@@ -19,7 +19,7 @@ from relay.control.events import ConnectionLost, LauncherExited, WorkerConnected
 from relay.control.leaving import Leaving
 from relay.control.placement import Dispatcher
 from relay.control.state import LIVE, ClusterState
-from relay.control.transitions import WorkerState, WorkerTrigger
+from relay.control.transitions import ChoiceState, WorkerState, WorkerTrigger
 from relay.control.workers import Worker
 from relay.protocol.messages import (
     PROTOCOL_MAX,
@@ -212,6 +212,7 @@ class Membership:
         self._blame.long_step(worker, ())
         for request in list(worker.watched):
             worker.unwatch(request)
+        worker.displaced = [attempt.choice for attempt in worker.live]
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices
                 if worker.refuses:  # it left as asked, before it had heard of this
@@ -279,10 +280,21 @@ class Membership:
             return
         restart = self._state.config.restart
         if worker.failures <= 1:
-            self.launch(worker, now_ns)
+            if self._state.ready_workers() and resuming(worker):
+                worker.yielding = True
+                self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(restart.yield_s * SECOND)))
+            else:
+                self.launch(worker, now_ns)
             return
         delay_s = min(restart.max_delay_s, restart.first_delay_s * 2 ** min(worker.failures - 2, 30))
         self._state.commands.append(SetTimer(("launch", worker.id), now_ns + int(delay_s * SECOND)))
+
+    def tick(self, now_ns: int) -> None:
+        """Start those that have waited for what they had to go on elsewhere."""
+        for worker in self._state.workers.values():
+            if worker.yielding and worker.state is WorkerState.LOST and not resuming(worker):
+                self._state.commands.append(CancelTimer(("launch", worker.id)))
+                self.launch(worker, now_ns)
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
@@ -321,3 +333,8 @@ class Membership:
             self.lose(worker, how, now_ns, fence=True, hung=hung)
         elif beat.phase == "draining" and worker.state in LIVE:
             self.leaving.said(worker, now_ns)
+
+
+def resuming(worker: Worker) -> bool:
+    """Something that it was computing has no next token yet."""
+    return any(choice.losses and choice.state is not ChoiceState.ENDED for choice in worker.displaced)

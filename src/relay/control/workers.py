@@ -14,7 +14,7 @@ from relay.protocol.messages import CacheChanged, EngineExited, Heartbeat, Hello
 
 if TYPE_CHECKING:
     from relay.control.attempts import Attempt
-    from relay.control.requests import Request
+    from relay.control.requests import Choice, Request
 
 REPORT_PATIENCE_NS = 200 * MILLISECOND
 STEP_MEMORY = 7  # the usual step is an average that forgets an eighth with each sample
@@ -57,6 +57,8 @@ class Worker:
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.lost_ns = 0  # when its last loss was noticed; 0: it was never lost
+        self.displaced: list[Choice] = []  # that it was computing when it was lost
+        self.yielding = False  # its next start waits until these have gone on
         self.exit: LauncherExited | None = None
         self.engine_exit: EngineExited | None = None
         self.gave_up = False
@@ -136,6 +138,7 @@ class Worker:
         self.move(WorkerTrigger.LAUNCH, now_ns)
         self.incarnation = incarnation
         self.cut = False
+        self.displaced, self.yielding = [], False
         self.orphans = {}
         self.agent = self.engine = None
         self.agent_open = self.engine_open = False

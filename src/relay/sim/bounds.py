@@ -1,9 +1,11 @@
 """I10: what is bounded stays within its bound, and I5: what has a deadline ends by it."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relay.config import SECOND
 from relay.control.breaker import BreakerState
+from relay.control.requests import Choice
 from relay.sim.gateway import GatewayNode
 from relay.sim.kernel import Violation
 
@@ -11,6 +13,33 @@ if TYPE_CHECKING:
     from relay.sim.world import World
 
 TICKS = 4  # how many ticks late a deadline may be noticed
+FREE_ATTEMPTS = 24  # of a choice without a new token; the most that 500 seeds needed was 9
+
+
+class AttemptRate:
+    """A choice without a new token is tried ever more seldom: from a handful of attempts on, its delays have grown to their bound.
+
+    What workers were killed under and what failed is not counted: that has bounds of its own.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Choice, tuple[int, int, int]] = {}  # (tokens, attempts that count, when) at the newest token
+
+    def audit(self, gateways: Iterable[GatewayNode], now_ns: int) -> None:
+        since: dict[Choice, tuple[int, int, int]] = {}
+        for gateway in gateways:
+            most_s = gateway.core.state.config.retry.max_backoff_s
+            for choice in [choice for request in gateway.core.state.requests.values() for choice in request.choices]:
+                num_tokens = len(choice.committed)
+                attempts = choice.num_attempts - choice.losses - choice.failures
+                before = self._since.get(choice)
+                if before is None or before[0] != num_tokens:
+                    before = (num_tokens, attempts, now_ns)
+                since[choice] = before
+                grown, elapsed_s = attempts - before[1], (now_ns - before[2]) / SECOND
+                if grown > FREE_ATTEMPTS + 2 * elapsed_s / most_s:  # two kinds of refusal, each with a delay
+                    raise Violation("I10", f"{choice} had {grown} attempts in {elapsed_s:.3f} s, and no new token")
+        self._since = since
 
 
 def within_budget(node: GatewayNode) -> None:

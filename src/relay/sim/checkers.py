@@ -18,7 +18,7 @@ from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Accept, Refuse, SequenceFailed, TokenEntry, Tokens
 from relay.sim.agreement import Agreement
 from relay.sim.backend import LAYERS
-from relay.sim.bounds import bounded, within_budget
+from relay.sim.bounds import AttemptRate, bounded, within_budget
 from relay.sim.drains import Drains, tells_of_drain
 from relay.sim.engine import TICK_NS, Ended, EngineProcess
 from relay.sim.gateway import GatewayNode
@@ -59,6 +59,7 @@ class Checkers:
         self._stale: list[tuple[Choice, _Fingerprint]] = []
         self._ownerless: dict[tuple[str, int, SequenceKey], int] = {}
         self._agreement = Agreement(world)
+        self._attempts = AttemptRate()
         self._drains = Drains(world)
         self._strangers = StrangerWatch(world)
         self.full_checks = 0
@@ -277,6 +278,7 @@ class Checkers:
                 raise Violation("I8", f"{node.key.worker} keeps transfers {orphans} of no sequence")
             self._transfers(engine)
         self._ownerless = ownerless
+        self._attempts.audit(nodes, now_ns)
         for gateway in nodes:
             self._deadlines(gateway)
         self._drains.audit()

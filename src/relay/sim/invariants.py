@@ -74,9 +74,14 @@ INVARIANTS = (
     ),
     Invariant(
         "I10",
-        "every queue and buffer is bounded",
+        "every queue and buffer is bounded, and so are the attempts of a request that gets no token",
         "Overload has to be refused at the door, with a time to come back, not found out by the kernel's OOM killer.",
-        ("sim/checkers.py: Checkers._bounds", "sim/bounds.py: within_budget", "sim/bounds.py: bounded"),
+        (
+            "sim/checkers.py: Checkers._bounds",
+            "sim/bounds.py: within_budget",
+            "sim/bounds.py: bounded",
+            "sim/bounds.py: AttemptRate.audit",
+        ),
     ),
     Invariant(
         "I11",

@@ -59,8 +59,9 @@ def judge(world: "World", client: Client, failure: RequestFailure, refused: bool
 
 
 def _crash_looping(world: "World") -> bool:
-    """Whether faults and poison may have ended workers so often that none counts as starting, until one is stable."""
+    """Whether faults and poison may have ended workers so often that none counts as coming back, until one is stable."""
     restart = world.swarm.control.restart
     memory_s = restart.stable_after_s + restart.max_delay_s + world.swarm.control.detector.start_deadline_s
     recent = world.kernel.now_ns - world.last_fault_ns <= int(memory_s * SECOND)
-    return recent and world.num_faults + world.poison_crashes >= restart.crash_loop_failures
+    ends = world.num_faults + world.crashed_starts + world.poison_crashes
+    return recent and ends >= restart.crash_loop_failures

@@ -62,6 +62,7 @@ class World(Disturbances):
         self.step_errors = 0
         self.wrong_machines = 0  # that compute something else than the oracle: the cores must notice
         self.crashing_starts: Counter[str] = Counter()  # worker → how many of its next starts crash
+        self.crashed_starts = 0
         self.num_poison = 0
         self.poison_crashes = 0
         self.numerics = [NUMERICS]
@@ -269,6 +270,11 @@ class World(Disturbances):
             self.zombies.append(old)
         self.kernel.tell("{} starts, incarnation {}{}", key.worker, key.incarnation, cause and f": {cause}")
         self._calm(key.worker)
+        crashes = self.crashing_starts[key.worker] > 0
+        if crashes:
+            self.crashing_starts[key.worker] -= 1
+            self.crashed_starts += 1
+            self.last_fault_ns = self.kernel.now_ns
         self.workers[key.worker] = WorkerNode(
             self.kernel,
             self.network,
@@ -279,9 +285,8 @@ class World(Disturbances):
             self.supervisor.exited,
             self._observe,
             lambda: poison.taken(self),
-            start_crashes=self.crashing_starts[key.worker] > 0,
+            start_crashes=crashes,
         )
-        self.crashing_starts[key.worker] -= self.crashing_starts[key.worker] > 0
 
     def _stop(self, gateway: GatewayNode, key: WorkerKey, kill: bool, word: EngineExited | None) -> None:
         if kill:

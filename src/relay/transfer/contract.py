@@ -65,12 +65,12 @@ class TransferLimits:
     join_bytes: int = 0
 
     def __post_init__(self) -> None:
-        # Credit comes back in quarters of the window, so a frame must fit beside a quarter that is not yet credited.
+        # Credit comes back in halves of the window, so a frame must fit beside a half that is not yet credited.
         if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_KV_BYTES:
             raise ValueError(f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_KV_BYTES}")
         if not 0 <= self.join_bytes <= self.max_frame_bytes:
             raise ValueError(f"layers joined up to {self.join_bytes} bytes in frames of {self.max_frame_bytes} at most")
-        if self.max_frame_bytes * 4 > self.window_bytes * 3:
+        if self.max_frame_bytes * 2 > self.window_bytes:
             raise ValueError(f"window of {self.window_bytes} bytes is too small for {self.max_frame_bytes}-byte frames")
 
 

@@ -40,6 +40,7 @@ class SenderEvent(StrEnum):
     LEASE_EXPIRED = "lease_expired"
 
 
+UNIT = 16  # tokens that the cache keeps together: whole ones are copied faster
 _S, _E = SenderState, SenderEvent
 
 TRANSITIONS: dict[tuple[SenderState, SenderEvent], SenderState] = {
@@ -81,7 +82,8 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
-        self._frame_tokens = max(1, limits.max_frame_bytes // layout.token_bytes)
+        most = limits.max_frame_bytes // layout.token_bytes
+        self._frame_tokens = max(1, most // UNIT * UNIT or most)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
         self._sent = [self._first] * layout.num_layers
@@ -215,7 +217,9 @@ class Sender:
     def _next_kv(self) -> Outgoing | None:
         layer = self._ready[0]
         first = self._sent[layer]
-        count = min(self._written[layer] - first, self._frame_tokens)
+        pending = self._written[layer] - first
+        frames = -(-pending // self._frame_tokens)
+        count = min(pending, self._frame_tokens, -(-pending // frames // UNIT) * UNIT)
         layers = self._joined(layer, first, count)
         size = layers * count * self.layout.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited

@@ -156,10 +156,10 @@ class WiredTransport:
             channels: list[Channel] = []
             streams = [first]
             try:
-                channels.append(self._greet(wire, first, order))
-                for _ in range(wire.connections - 1):
+                channels.append(self._greet(wire, first, order, 0))
+                for lane in range(1, wire.connections):
                     streams.append(wire.dial(address))
-                    channels.append(self._greet(wire, streams[-1], order))
+                    channels.append(self._greet(wire, streams[-1], order, lane))
             except BaseException:
                 for stream in streams:
                     stream.close()
@@ -167,10 +167,10 @@ class WiredTransport:
             return channels
         raise ChannelClosed("; ".join(problems) or "no address given")
 
-    def _greet(self, wire: Wire, stream: StreamChannel, order: SendOrder) -> Channel:
+    def _greet(self, wire: Wire, stream: StreamChannel, order: SendOrder, lane: int) -> Channel:
         stream.set_timeout(HANDSHAKE_TIMEOUT_S)
         greet(stream, self._identity, self._checksum, order.target, order.target_incarnation)
-        channel = wire.upgrade(stream, dialled=True)
+        channel = wire.upgrade(stream, dialled=True, lane=lane)
         channel.set_timeout(None)
         return channel
 

@@ -45,8 +45,8 @@ class Wire(Protocol):
         """The next peer; None: this wire is closed."""
         ...
 
-    def upgrade(self, stream: StreamChannel, *, dialled: bool) -> Channel:
-        """The channel, after the hellos. Raises ChannelClosed, FrameError."""
+    def upgrade(self, stream: StreamChannel, *, dialled: bool, lane: int = 0) -> Channel:
+        """The channel, after the hellos; who dials says which of the pair's it is. Raises ChannelClosed, FrameError."""
         ...
 
     def close(self) -> None: ...
@@ -107,7 +107,7 @@ class TcpWire:
         assert isinstance(peer, tuple)
         return _tcp_channel(sock, f"{peer[0]}:{peer[1]}")
 
-    def upgrade(self, stream: StreamChannel, *, dialled: bool) -> Channel:
+    def upgrade(self, stream: StreamChannel, *, dialled: bool, lane: int = 0) -> Channel:
         return stream
 
     def close(self) -> None:
@@ -115,8 +115,8 @@ class TcpWire:
 
 
 def dial_tcp(address: str) -> StreamChannel:
-    """Connect to "tcp://host:port". Raises ChannelClosed."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    """Connect to "tcp://host:port", or that under another scheme. Raises ChannelClosed."""
+    host, _, port = address.partition("://")[2].rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
     except (OSError, ValueError) as error:
@@ -168,7 +168,7 @@ class ShmWire:
             stream.close()
         return None
 
-    def upgrade(self, stream: StreamChannel, *, dialled: bool) -> Channel:
+    def upgrade(self, stream: StreamChannel, *, dialled: bool, lane: int = 0) -> Channel:
         return take_ring(stream) if dialled else offer_ring(stream, self._ring_bytes)
 
     def close(self) -> None:
@@ -203,7 +203,14 @@ def open_wires(
     port: int = 0,
     ring_bytes: int = DEFAULT_RING_BYTES,
 ) -> list[Wire]:
-    """The wires of ``--transport``, best first. "shm" has no way to an engine on another host, and does not pretend to."""
+    """The wires of ``--transport``, best first. "shm" has no way to an engine on another host, and does not pretend to.
+
+    "nixl" is offered alone, so that no KV goes another way unnoticed. Raises UsageError where it is not installed.
+    """
+    if name == "nixl":
+        from relay.transfer.nixl.wire import NixlWire
+
+        return [NixlWire(host, port, ring_bytes)]
     wires: list[Wire] = []
     if name != "tcp":
         wires.append(ShmWire(host_identity, ring_bytes))

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from relay.config import BackendName, ControlConfig, WorkerConfig
+from relay.config import TRANSPORTS, BackendName, ControlConfig, WorkerConfig
 from relay.models.store import LoadedModel
 from relay.protocol.messages import Role
 from relay.verify.cluster import VerifyCluster
@@ -111,7 +111,8 @@ async def split(setting: Setting) -> Outputs:
     async with setting.cluster(SPLIT, control=ALWAYS_SPLIT) as cluster:
         outputs = await cluster.run(setting.requests, salt=own_salt, together=True)
         received = await cluster.until_counter("relay_worker_kv_tokens_received_total", 1)
-    return outputs, f"KV of {received} tokens streamed" if received else ""
+        ways = [way for way in TRANSPORTS if cluster.counter(f"relay_worker_kv_transfers_received_{way}_total")]
+    return outputs, f"KV of {received} tokens streamed over {' and '.join(ways)}" if received else ""
 
 
 async def split_cached(setting: Setting) -> Outputs:

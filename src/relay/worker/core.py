@@ -202,10 +202,8 @@ class WorkerCore:
                 work = order.work
                 key = _key(work)
                 held = self._held.attempt(work.request, work.choice)
-                if held is not None and (held.gateway not in (gateway, None) or held.name.attempt >= key.attempt):
-                    return  # fenced: an old attempt, the same message again, or somebody else's name
-                if self._held.is_over(key):
-                    return  # the same message again: it has been answered, and what is taken now nobody would cancel
+                if self._held.is_old(key) or (held is not None and held.gateway not in (gateway, None)):
+                    return  # fenced: old, the same message again (nobody would cancel it now), or somebody else's name
                 if isinstance(order, Run) and not self._draining and self._custody.adopt(gateway, work, key):
                     return
                 if held is not None:
@@ -216,7 +214,7 @@ class WorkerCore:
         work = order.work
         if self._draining:
             self._refuse(gateway, work, "draining")
-        elif not self._has_place(order):
+        elif len(self._held) >= self._config.max_held:
             self._refuse(gateway, work, "full")
         else:
             try:
@@ -231,14 +229,6 @@ class WorkerCore:
                 self._refuse(gateway, work, "full")
             except CannotFit:
                 self._refuse(gateway, work, "too_long")
-
-    def _has_place(self, order: Run | Reserve | Prefill) -> bool:
-        """Whoever is not to be parked takes the place of one that is: D may hold what that one waits for, for this one."""
-        if len(self._held) < self._config.max_held:
-            return True
-        parked = [] if isinstance(order, Run) and order.park_ms else self._parking.all()
-        self._unpark(parked[:1], "its room is needed")
-        return bool(parked)
 
     def _run(self, gateway: int, order: Run, key: SequenceKey) -> None:
         parks = order.park_ms > 0
@@ -272,8 +262,7 @@ class WorkerCore:
         retry_after_ms = self._config.retry_after_ms if reason == "full" else 0
         self._counters[f"refused_{reason}"] += 1
         self._held.is_now_over(_key(work))
-        refusal = Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)
-        self._commands.append(SendToGateway(gateway, refusal))
+        self._commands.append(SendToGateway(gateway, Refuse(*_key(work), reason=reason, retry_after_ms=retry_after_ms)))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -66,9 +66,11 @@ class HeldTable:
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def is_over(self, key: SequenceKey) -> bool:
-        """``key`` or a later attempt was answered for good, not long ago: an order for it is one that came twice."""
-        return self._ended.get((key.request, key.choice), 0) >= key.attempt
+    def is_old(self, key: SequenceKey) -> bool:
+        """``key`` or a later attempt is held, or was answered for good not long ago: an order for it is old, or comes again."""
+        held = self.attempt(key.request, key.choice)
+        newest = held.name.attempt if held is not None else 0
+        return max(newest, self._ended.get((key.request, key.choice), 0)) >= key.attempt
 
     def manifest(self, plan: StepPlan, key_of_slot: Callable[[int], SequenceKey]) -> list[ManifestRow]:
         """Whose rows ``plan`` holds. All of them are held: what has ended is not planned."""

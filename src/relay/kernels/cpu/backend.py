@@ -206,17 +206,14 @@ class CpuBackend:
 
     def read_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> int:
         """``read_kv`` that also returns the CRC32C of the bytes, in the same pass."""
-        target = np.frombuffer(out, dtype=np.uint8)
-        if not target.flags.writeable:
+        if out.readonly:
             raise ValueError("out is read-only")
-        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, target)
+        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, out)
 
     def write_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> int:
         """``write_kv`` that also returns the CRC32C of the bytes, in the same pass. The caller compares it before it lets
         anyone read the blocks."""
-        return self._move_kv(
-            self._library.relay_write_kv, layer, block_table, first, count, np.frombuffer(data, dtype=np.uint8)
-        )
+        return self._move_kv(self._library.relay_write_kv, layer, block_table, first, count, data)
 
     def _move_kv(
         self,
@@ -225,25 +222,20 @@ class CpuBackend:
         block_table: np.ndarray,
         first: int,
         count: int,
-        data: np.ndarray,
+        data: memoryview,
     ) -> int:
         geometry = self._loaded().program.geometry
         table = np.ascontiguousarray(block_table, dtype=np.int32)
-        if data.size != count * self.kv_bytes_per_token_layer():
-            raise ValueError(f"{count} tokens take {count * self.kv_bytes_per_token_layer()} bytes, not {data.size}")
+        size = count * self.kv_bytes_per_token_layer()
+        if data.nbytes != size:
+            raise ValueError(f"{count} tokens take {size} bytes, not {data.nbytes}")
         if not 0 <= layer < geometry.num_layers or first < 0 or count < 0:
             raise ValueError(f"layer {layer}, positions {first} + {count}")
         if first + count > len(table) * self._model.block_size:
             raise ValueError(records.ERRORS[3])
         crc = ctypes.c_uint32()
         status = function(
-            ctypes.addressof(self._model),
-            layer,
-            address(table),
-            first,
-            count,
-            address(data),
-            ctypes.addressof(crc),
+            ctypes.addressof(self._model), layer, address(table), first, count, address(data), ctypes.addressof(crc)
         )
         if status:
             raise ValueError(records.ERRORS[status])

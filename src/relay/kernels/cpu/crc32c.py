@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
-
 from relay.kernels.cpu import library
 from relay.kernels.cpu.memory import address
 
 
 def crc32c(data: "bytes | bytearray | memoryview", crc: int = 0) -> int:
     """CRC32C (Castagnoli) of ``data``, continuing from ``crc``; crc32c(b"123456789") == 0xE3069283. Releases the GIL."""
-    if not isinstance(data, bytes):
-        array = np.frombuffer(data, dtype=np.uint8)
-        return _kernel()(crc, address(array), array.size) if array.size else crc
-    return _kernel()(crc, data, len(data))
+    if isinstance(data, bytes):
+        return _kernel()(crc, data, len(data))
+    return _kernel()(crc, address(data), memoryview(data).nbytes)
 
 
 @cache

@@ -1,17 +1,24 @@
 """Anonymous memory that costs nothing until it is written, on huge pages where the kernel grants them."""
 
+import ctypes
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 
 from relay.errors import DoesNotFitError
 
 
-def address(array: np.ndarray) -> int:
-    """Of the first byte; a fifth of what ``array.ctypes.data`` costs."""
-    pointer: int = array.__array_interface__["data"][0]
-    return pointer
+def address(buffer: Any) -> int:
+    """Of the first byte of contiguous memory (any buffer object), 0 of an empty one. numpy's ``data`` costs ten times as much."""
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return 0
+    if view.readonly:
+        pointer: int = np.frombuffer(view, np.uint8).ctypes.data
+        return pointer
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def reserve(num_bytes: int, what: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from relay.config import SECOND
-from relay.control import admission
+from relay.control import admission, placement
 from relay.control.attempts import Attempt
 from relay.control.blame import Blame
 from relay.control.commands import Deliver, SendToEngine
@@ -109,6 +109,17 @@ def _no_reopen(original: Any) -> Any:
         return None
 
     return failed
+
+
+def _asked_at_once(original: Any) -> Any:
+    def full(dispatcher: Dispatcher, attempt: Attempt, worker: Worker, hint_ns: int, now_ns: int) -> None:
+        dispatcher.close(attempt, now_ns, f"{worker.id} is full", refused_by=worker)
+
+    return full
+
+
+def _no_patience(original: Any) -> Any:
+    return lambda refusals, retry: 0
 
 
 def _queue_unbounded(original: Any) -> Any:
@@ -279,6 +290,8 @@ TABLE = (
     Mutant("cancel does not reach decode", "I8", Dispatcher, "_cancel", _cancel_only_prefill),
     Mutant("backlog not given back", "I8", Worker, "unbook", _unbooked),
     Mutant("promises of ended work are kept", "I8", Worker, "stop_expecting", nothing),
+    Mutant("refused work is asked for again at once", "I10", Dispatcher, "_full", _asked_at_once),
+    Mutant("any news ends the wait of refused work", "I10", placement, "choice_delay_ns", _no_patience),
     Mutant("queue without a bound", "I10", admission, "_overload", _queue_unbounded),
     Mutant("cached tokens are not told", "I4", TokenPath, "_first", _cached_untold),
     Mutant("several choices queue as one", "I10", admission, "_overload", _tokens_of_one_choice),

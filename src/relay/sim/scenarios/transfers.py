@@ -169,6 +169,23 @@ def _refused_and_again(stage: Stage) -> None:
         stage.require(stage.all_idle(), "an order is carried out that nobody wants")
 
 
+def _crosswise(stage: Stage) -> None:
+    gateways = stage.world.gateways.values()
+    stage.until(lambda: all(len(node.core.state.ready_workers()) == 2 for node in gateways), "both see both workers")
+    busy = [stage.submit(prompt=40, max_tokens=40, salt=salt, gateway="gateway-0") for salt in range(2)]
+    stage.until(lambda: stage.engine("decode-0").scheduler.load().running == 2, "D is full")
+    mine = [stage.submit(prompt=40, max_tokens=4, salt=salt, gateway="gateway-1") for salt in range(10, 16)]
+    stage.until(lambda: bool(stage.world.gateways["gateway-1"].core.state.parked), "P keeps KV for the room on D")
+    theirs = [stage.submit(prompt=40, max_tokens=4, salt=salt, gateway="gateway-0") for salt in range(20, 26)]
+    begin_ns = stage.kernel.now_ns
+    stage.finish(*busy, *mine, *theirs)
+    waited_ms = (stage.kernel.now_ns - begin_ns) // MS
+    refused = sum(node.core.state.counters["refused_full"] for node in gateways)
+    stage.require(refused > 0, "nobody was refused: the scenario is too easy")
+    stage.require(refused <= 14 * 5, f"{refused} refusals of 14 requests in {waited_ms} ms: they ask in circles")
+    stage.require(waited_ms < 5000, f"{waited_ms} ms for 14 short requests: each waits for what the other keeps")
+
+
 SCENARIOS = (
     Scenario(
         "partial-kv",
@@ -235,5 +252,20 @@ SCENARIOS = (
         "a full worker refuses, its client leaves, and the same order comes again when the worker is free: nothing is computed",
         cluster(0, 1, worker=WorkerConfig(report_interval_ns=10 * MS, max_held=1)),
         _refused_and_again,
+    ),
+    Scenario(
+        "crosswise",
+        "the fault matrix of this project: two who share two pools each hold one and wait for the other, and ask without end",
+        "P's places are prompts that one gateway parked for room on D, D's room is held for another one's prompts: all are "
+        "answered soon, with few refusals",
+        cluster(
+            1,
+            1,
+            worker=WorkerConfig(report_interval_ns=10 * MS, max_held=3),
+            scheduler=scheduler(max_num_seqs=2),
+            gateways=("gateway-0", "gateway-1"),
+            step_ns=8 * MS,
+        ),
+        _crosswise,
     ),
 )
