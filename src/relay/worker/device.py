@@ -116,6 +116,8 @@ def _cuda(spec: WorkerSpec) -> Backend:
         max_rows=spec.max_num_seqs,
         max_tokens=spec.max_num_batched_tokens,
         progress=_LoadReport(time.monotonic).moved,
+        dtype=spec.kv_cache_dtype,
+        quantized=spec.quantization == "int8",
     )
 
 
