@@ -16,8 +16,9 @@ from relay.errors import DeviceLostError, StartupError
 from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Geometry, Program
 from relay.kernels.ranks import calls
-from relay.kernels.ranks.backend import RankedBackend, obey
+from relay.kernels.ranks.backend import RankedBackend
 from relay.kernels.ranks.exchange import Exchange, MeetingPlace
+from relay.kernels.ranks.follower import obey
 from relay.kernels.ranks.share import RankShare
 from relay.kernels.ranks.split import even, fold
 from relay.kernels.reference.backend import ReferenceBackend
@@ -272,10 +273,12 @@ def test_the_numerics_id_names_the_ranks() -> None:
 def test_calls_survive_the_wire() -> None:
     ours, theirs = socket.socketpair()
     batch = make_batch([Row(3, [1, 2, 3], 5, [7, 8]), Row(1, [4], 9, [2])])
-    calls.send(ours, calls.encode(calls.Run(start=2, stop=9, batch=calls.pack_batch(batch), max_blocks=2, failed=3)))
+    calls.send(
+        ours, calls.encode(calls.Run(start=2, stop=9, number=4, batch=calls.pack_batch(batch), max_blocks=2, failed=3))
+    )
     call = calls.receive_call(theirs)
     assert isinstance(call, calls.Run)
-    assert (call.start, call.stop, call.failed) == (2, 9, 3)
+    assert (call.start, call.stop, call.number, call.failed) == (2, 9, 4, 3)
     assert call.batch is not None
     found = calls.unpack_batch(call.batch, call.max_blocks)
     for name in ("token_ids", "positions", "row_starts", "slots", "block_tables", "sampled_rows"):

@@ -30,8 +30,8 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from relay.kernels.ranks import calls
-    from relay.kernels.ranks.backend import obey
     from relay.kernels.ranks.exchange import Exchange, MeetingPlace
+    from relay.kernels.ranks.follower import obey
     from relay.kernels.ranks.share import RankShare
     from relay.models.llama import build_program
     from relay.models.pack import Pack
@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
         except RelayError as error:
             calls.send(link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
             return error.exit_code
-        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics())))
+        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics(), share.handle())))
         obey(share, link, arguments.pool, arguments.rank)
     except calls.LinkEnded:
         return 1
