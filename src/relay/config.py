@@ -16,8 +16,8 @@ BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")  # of activations
 KV_DTYPES = ("auto", "float32", "bfloat16")
-TransportName = Literal["auto", "tcp", "shm", "nixl"]
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "nixl")  # of KV between workers
+TransportName = Literal["auto", "tcp", "shm", "ipc", "nixl"]
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "ipc", "nixl")  # of KV between workers
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -264,6 +264,7 @@ class WorkerConfig:
             )
         else:
             _check(self.dtype != "bfloat16", f"--dtype bfloat16 needs --backend cuda, not {self.backend}")
+            _check(self.transport != "ipc", f"--transport ipc needs --backend cuda, not {self.backend}")
 
     @classmethod
     def of(cls, backend: BackendName, **values: Any) -> "WorkerConfig":
@@ -277,7 +278,7 @@ class WorkerConfig:
             "kv_cache_memory_bytes": defaults.kv_cache_memory_bytes,
         }
         if "max_num_batched_tokens" in given:
-            usual["max_num_seqs"] = min(usual["max_num_seqs"], given["max_num_batched_tokens"])
+            usual["max_num_seqs"] = max(1, min(usual["max_num_seqs"], given["max_num_batched_tokens"]))
         return cls(backend=backend, **{**usual, **given})
 
     @property

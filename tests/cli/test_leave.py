@@ -112,3 +112,9 @@ def test_orders_that_cannot_be(server, capsys):
     assert main.run(["drain", "a", "--url", "ftp://x"]) == 2
     assert main.run(["drain", "a", "--url", "http://127.0.0.1:1"]) == 1
     assert "no answer" in capsys.readouterr().err
+
+
+def test_a_wait_that_is_no_time_orders_nothing(capsys):
+    for seconds in ("-1", "0", "nan"):
+        assert main.run(["restart", "--rolling", "--timeout", seconds, "--url", "http://127.0.0.1:1"]) == 2
+        assert "--timeout must be a positive number" in capsys.readouterr().err

@@ -6,6 +6,7 @@ backend's launches and steps, without its streams and graphs.
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,7 +19,7 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.baseline import PlainModel, plain_linear
-from relay.kernels.cuda.kv_copy import copy_kv
+from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.loading import shapes_of
@@ -27,6 +28,7 @@ from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.sampler_tables import SamplerTables
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
+from relay.kernels.kv_frames import KvRange, Span, payload_digest, payload_sum
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.sampler import SlotState, draw
@@ -214,20 +216,34 @@ def check_sampler() -> None:
 
 
 def check_kv_copy() -> None:
-    """Gather and scatter are inverse and follow the block table."""
+    """Frames of several layers, several in a launch, follow their tables both ways, with the digest that numpy gives them."""
     generator = torch.Generator().manual_seed(3)
-    k_cache, v_cache = (torch.randn(6, 3, 16, 8, generator=generator).bfloat16() for _ in range(2))
-    table = torch.tensor([4, 1, 5], dtype=torch.int32)
-    flat = torch.zeros(2, 21, 24, dtype=torch.bfloat16)
-    copy_kv(k_cache, v_cache, table, flat, 11, store=False)
-    want = k_cache[table.long()].transpose(1, 2).reshape(48, 24)[11:32]
-    assert torch.equal(flat[0], want)
-    other = [torch.zeros_like(k_cache) for _ in range(2)]
-    moved = torch.tensor([0, 2, 3], dtype=torch.int32)
-    copy_kv(*other, moved, flat, 11, store=True)
+    kv = torch.randn(4, 2, 6, 3, 16, 8, generator=generator).bfloat16()
+    table = np.array([4, 1, 5], np.int32)
+    ranges = [KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table)]
+    sizes = [one.layers * 2 * one.count * 24 * 2 for one in ranges]
+    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1]]
+    flat = torch.zeros(offsets[2] + sizes[2], dtype=torch.uint8)
+    plan = Plan(ranges, offsets, 16)
+    sums = move(kv, flat, plan, torch.from_numpy(plan.words.copy()), store=False)
+    for one, offset, size, total in zip(ranges, offsets, sizes, sums.tolist(), strict=True):
+        rows = kv[one.layer : one.layer + one.layers, :, torch.from_numpy(one.block_table).long()]
+        want = rows.transpose(3, 4).reshape(one.layers, 2, -1, 24)[:, :, one.first : one.first + one.count].contiguous()
+        got = flat[offset : offset + size]
+        assert torch.equal(got, want.view(torch.uint8).view(-1))
+        assert total % 2**64 == payload_sum(got.numpy().tobytes())
+    assert not flat[:64].any(), "written outside of the frames"
+    other = torch.full_like(kv, float("nan"))
+    moved = [replace(one, block_table=np.array([0, 2, 3], np.int32)[: len(one.block_table)]) for one in ranges]
+    moved[1] = ranges[1]
+    plan = Plan(moved, offsets, 16)
+    again = move(other, flat, plan, torch.from_numpy(plan.words.copy()), store=True)
+    assert torch.equal(again, sums)
     back = torch.zeros_like(flat)
-    copy_kv(*other, moved, back, 11, store=False)
+    move(other, back, plan, torch.from_numpy(plan.words.copy()), store=False)
     assert torch.equal(back, flat)
+    written = sum(one.layers * 2 * one.count * 24 for one in ranges)
+    assert int(torch.isfinite(other.float()).sum()) == written, "written outside of the blocks"
 
 
 def check_program() -> None:
@@ -267,6 +283,13 @@ class _Waits:
 
     def query(self) -> bool:
         return True
+
+
+class _Area:
+    """Memory of a device that frames lie in."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 def check_backend() -> None:
@@ -336,11 +359,25 @@ def check_backend() -> None:
             backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
             assert any(raw)
             assert again == raw, f"layer {layer}"
-            staged = bytearray(len(raw))
-            backend.collect(layer, np.array([23, 24], np.int32), 0, 21, memoryview(raw)).wait()
-            copy = backend.stage(layer, np.array([23, 24], np.int32), 0, 21, memoryview(staged))
-            copy.wait()
-            assert staged == raw, f"staged layer {layer}"
+        whole = bytearray(GEOMETRY.num_layers * len(raw))
+        staged = bytearray(len(whole))
+        here = KvRange(0, GEOMETRY.num_layers, 0, 21, np.array(tables[0], np.int32))
+        there = replace(here, block_table=np.array([23, 24], np.int32))
+        assert backend.stage(here, memoryview(whole)).wait() == [payload_digest(whole)]
+        assert whole[-len(raw) :] == raw
+        part = replace(there, layer=1, layers=1, first=3, count=2, block_table=np.array([25], np.int32))
+        piece = memoryview(whole)[: 2 * backend.kv_bytes_per_token_layer()]
+        found = backend.collect([(there, memoryview(whole)), (part, piece)]).wait()
+        assert found == [payload_digest(whole), payload_digest(piece)]
+        assert backend.stage(there, memoryview(staged)).wait() == [payload_digest(whole)]
+        assert staged == whole
+        area = _Area(torch.zeros(4096 + len(whole), dtype=torch.uint8))
+        span = Span(area, 4096, len(whole))
+        assert backend.stage(there, span).wait() == [payload_digest(whole)]
+        assert area.tensor[4096:].numpy().tobytes() == whole
+        moved = replace(there, block_table=np.array([26, 27], np.int32))
+        assert backend.collect([(moved, span), (part, piece)]).wait() == [payload_digest(whole), payload_digest(piece)]
+        assert backend.stage(moved, memoryview(staged)).wait() == [payload_digest(whole)]
         assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
         backend.close()
 

@@ -16,7 +16,18 @@ POLL_S = 0.2
 
 _url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's address.")
 _wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Return when it is done, or at once.")
-_timeout = click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait; the order stands anyway.")
+
+
+def _seconds(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Checked before anything is ordered."""
+    if not value > 0:  # NaN too
+        raise UsageError(f"--timeout must be a positive number of seconds, not {value:g}")
+    return value
+
+
+_timeout = click.option(
+    "--timeout", default=600.0, show_default=True, callback=_seconds, help="Seconds to wait; the order stands anyway."
+)
 
 
 @click.command()

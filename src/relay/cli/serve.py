@@ -75,7 +75,7 @@ from relay.devices import RoleDevices
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP. nixl: needs the extra of that name.",
+    help="How KV travels; auto: shared memory on one host, else TCP. ipc: GPU to GPU first. nixl: needs the extra of that name.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
+from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
 from relay.transfer.ring import DEFAULT_RING_BYTES
+from relay.transfer.wire import Wire
 from relay.worker.spec import WorkerSpec
 from relay.worker.weights_link import NotShared, fetch, wait_for_end
 
@@ -32,10 +34,23 @@ class Flow:
     limits: TransferLimits
 
 
+def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
+    """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
+    if spec.transport != "ipc" or spec.backend != "cuda":
+        return []
+    from relay.kernels.cuda.ipc import DeviceMemory
+    from relay.transfer.ipc import IpcWire
+
+    try:
+        return [IpcWire(host_identity, DeviceMemory(spec.device))]
+    except SharingFailed as error:
+        raise UsageError(f"--transport ipc: {error}") from error
+
+
 def flow_of(backend: str) -> Flow:
-    """What suits ``backend``: a device that two processes share in turns needs many copies under way to be worth a turn."""
+    """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once."""
     if backend == "cuda":
-        return Flow(48 << 20, TransferLimits(window_bytes=32 << 20))
+        return Flow(48 << 20, TransferLimits(max_frame_bytes=4 << 20, window_bytes=32 << 20, join_bytes=2 << 20))
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 

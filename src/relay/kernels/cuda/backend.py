@@ -8,6 +8,8 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
@@ -20,7 +22,7 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import Copies, KvTransfers, Ordered
+from relay.kernels.cuda.kv_copy import KvTransfers, Moving
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
@@ -30,6 +32,7 @@ from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.cuda.weights import Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
+from relay.kernels.kv_frames import KvRange, Place
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
 from relay.kernels.weights import WeightSource
@@ -293,29 +296,22 @@ class CudaBackend:
         self._transfers.unregister(region)
 
     @device_errors()
-    def stage(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, layers: int = 1
-    ) -> Copies:
-        """Begin ``read_kv`` of ``layers`` layers; the bytes are in ``out`` after ``wait``."""
-        return Copies(
-            self._transfers.stage(self._device.cache(one), block_table, first, count, part, one, self._written)
-            for one, part in _parts(layer, layers, out)
-        )
+    def stage(self, one: KvRange, out: Place) -> Moving:
+        """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
+        assert self._device.kv is not None
+        return self._transfers.stage(self._device.kv, one, out, self._written)
 
     @device_errors()
-    def collect(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, layers: int = 1
-    ) -> Ordered:
-        """``write_kv`` that waits for nothing: steps and reads that are queued later see the values."""
-        for one, part in _parts(layer, layers, data):
-            self._transfers.collect(self._device.cache(one), block_table, first, count, part)
-        return Ordered()
+    def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+        """Begin to copy frames into the cache: steps and reads that are queued later see them."""
+        assert self._device.kv is not None
+        return self._transfers.collect(self._device.kv, frames)
 
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self.stage(layer, block_table, first, count, out).wait()
+        self.stage(KvRange(layer, 1, first, count, block_table), out).wait()
 
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self.collect(layer, block_table, first, count, data)
+        self.collect([(KvRange(layer, 1, first, count, block_table), data)]).wait()
 
     @device_errors()
     def copy_block(self, source: int, target: int) -> None:
@@ -347,8 +343,3 @@ class CudaBackend:
         self._device.matrices.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
-
-
-def _parts(layer: int, layers: int, data: memoryview) -> list[tuple[int, memoryview]]:
-    size = len(data) // layers
-    return [(layer + index, data[index * size : (index + 1) * size]) for index in range(layers)]
