@@ -53,10 +53,6 @@ class RankedBackend:
         self._lock = threading.Lock()  # of the links: KV is asked for by other threads than the one that computes
         self._open = True
 
-    def __getattr__(self, name: str) -> object:
-        """What only a backend with a queue has (``ended``): rank 0's says it for all."""
-        return getattr(self._share.backend, name)
-
     def load(self, program: Program, weights: WeightSource) -> None:
         """The others load by themselves, at the same time. Raises what a rank said where one cannot."""
         check_ranks(program.geometry, self._ranks)
@@ -196,6 +192,10 @@ class RankedBackend:
     def _whole(self, data: memoryview, count: int) -> np.ndarray:
         """``data`` as [K and V, token, head, bytes of a head]."""
         return np.frombuffer(data, np.uint8).reshape(2, count, self._geometry.num_kv_heads, -1)
+
+    def ended(self, batch: Batch) -> bool:
+        """Rank 0's work needs everybody's, so its end is enough. Only of backends on devices."""
+        return cast(QueueingBackend, self._share.backend).ended(batch)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
         """The least of all ranks. Only of backends on devices."""

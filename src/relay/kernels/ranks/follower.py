@@ -39,8 +39,10 @@ class _Follower:
                 self._make(call)
             except DeviceLostError:
                 raise
-            except Exception:  # rank 0 failed the same call for the same reason, or its next count says otherwise
-                failed += 1
+            except Exception:
+                if isinstance(call, calls.Connect | calls.Allocate | calls.WarmUp):
+                    raise
+                failed += 1  # rank 0 failed it too, for the same reason, or its next count says otherwise
 
     def _make(self, call: calls.AnyCall) -> None:
         share = self._share
