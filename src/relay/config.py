@@ -252,7 +252,7 @@ class WorkerConfig:
             f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
         )
         _check(
-            self.backend == "cpu" or self.by_role.ranks == 1,
+            self.backend != "reference" or self.by_role.ranks == 1,
             f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
         )
         if self.backend == "cuda":

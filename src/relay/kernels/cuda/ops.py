@@ -95,6 +95,8 @@ def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
         target = area[start : start + height * w.shape[0]].view(height, w.shape[0])
         device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
         if isinstance(meeting, Gather):
+            if rows == 0:  # nothing is sampled, on any rank: there is nobody to meet
+                return
             gather_ranks(device.links, device.buffers[Buffer.L][:rows], start, firsts)
         else:
             bias = None if meeting.bias is None else device.vectors[meeting.bias]
