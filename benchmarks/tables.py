@@ -29,6 +29,9 @@ COMMANDS = {
     "gateway_core": "python -m benchmarks.gateway_core --json benchmarks/results/gateway_core.json",
     "api_hot_path": "python -m benchmarks.api_hot_path --json benchmarks/results/api_hot_path.json",
     "chaos": "make chaos",
+    "chaos_gateways": "make chaos-gateways",
+    "chaos_netns": "make chaos-netns",
+    "resume": "make resume",
     "kv_float32": "python -m benchmarks.kv float32",
     "kv_bfloat16": "python -m benchmarks.kv bfloat16",
     "scheduler": "python -m benchmarks.scheduler --json benchmarks/results/scheduler.json",
@@ -280,14 +283,20 @@ def sections(results: Results) -> dict[str, str]:
 
 def chaos_sections(results: Results) -> dict[str, str]:
     """The text between the markers of docs/failure-model.md."""
-    if "chaos" not in results:
-        return {"chaos": missing("chaos"), "chaos-moments": missing("chaos"), "chaos-resume": missing("chaos")}
-    chaos = results["chaos"]
-    return {
-        "chaos": f"{chaos_tables.summary(chaos, number)}\n\n{provenance(chaos)}",
-        "chaos-moments": chaos_tables.fault_table(chaos, table),
-        "chaos-resume": chaos_tables.resume_table(chaos, table, number),
-    }
+    sections = {name: missing("chaos") for name in ("chaos", "chaos-moments", "chaos-resume")}
+    if "chaos" in results:
+        chaos = results["chaos"]
+        sections["chaos-moments"] = chaos_tables.fault_table(chaos, table)
+        sections["chaos-resume"] = chaos_tables.resume_table(chaos, table, number)
+    for name in ("chaos", "chaos_gateways", "chaos_netns"):
+        found = results.get(name)
+        text = f"{chaos_tables.summary(found, number)}\n\n{provenance(found)}" if found else missing(name)
+        sections[name.replace("_", "-")] = text
+    resume = results.get("resume")
+    sections["resume"] = (
+        f"{chaos_tables.measured_table(resume, table, number)}\n\n{provenance(resume)}" if resume else missing("resume")
+    )
+    return sections
 
 
 def readme_figures(results: Results) -> str:

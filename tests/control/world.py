@@ -160,6 +160,9 @@ class World:
         agent: list[e.Event] = [e.ConnectionLost(key, "agent", "EOF")]
         if signal != 9:
             agent.insert(0, e.WorkerMessage(key, EngineExited(None, signal, *manifest)))
+        if self.pick(2):  # its agent is told before the kernel has closed anything
+            agent.insert(0, e.WorkerMessage(key, Heartbeat(0, "ready", 0, "X")))
+            engine_first = False
         engine: list[e.Event] = [e.ConnectionLost(key, "engine", "EOF")]
         self.endings[key] = (engine + agent if engine_first else agent + engine) + [e.LauncherExited(key, None, signal)]
 

@@ -6,6 +6,7 @@ backend's launches and steps, without its streams and graphs.
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,17 +19,20 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.baseline import PlainModel, plain_linear
-from relay.kernels.cuda.kv_copy import copy_kv
+from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, quantize
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.sampler_tables import SamplerTables
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
+from relay.kernels.kv_frames import KvRange, Span, payload_digest, payload_sum
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
+from relay.kernels.reference import quantized
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
@@ -134,6 +138,30 @@ def check_linear() -> None:
     assert torch.allclose(rounded.float(), reference, rtol=2**-7)  # the interpreter truncates where the device rounds
 
 
+def check_int8() -> None:
+    """The codes are the definition's; the accumulator is the 16-bit kernel's for the same integers, whatever the tile."""
+    generator = torch.Generator().manual_seed(7)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(5, 80, generator=generator).to(dtype)
+        w = torch.randn(40, 80, generator=generator).to(dtype)
+        w[3] = 0
+        codes, scales = quantize(w)
+        want_codes, want_scales = quantized.quantize(w.float().numpy())
+        assert np.array_equal(codes.numpy(), want_codes)
+        assert np.array_equal(scales.numpy(), want_scales)
+        sums = torch.zeros(5, 40)
+        linear(x, codes.to(dtype), sums, LinearTile(16, 16, 16))
+        want = quantized.scaled(sums.numpy(), want_scales)
+        assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.3
+        for tile in (Int8Tile(16, 32, 64), Int8Tile(16, 16, 16), Int8Tile(32, 64, 128)):
+            y = torch.full((5, 40), float("nan"))
+            linear_int8(x, codes, scales, y, tile)
+            assert np.array_equal(y.numpy(), want), tile
+        alone = torch.zeros(1, 40)
+        linear_int8(x[3:4], codes, scales, alone, Int8Tile(16, 16, 32))
+        assert np.array_equal(alone.numpy()[0], want[3])
+
+
 def check_attention() -> None:
     """P3 over an edge of a split: chunks and decode equal the whole, free memory full of NaN; near the exact result."""
     generator = torch.Generator().manual_seed(1)
@@ -214,20 +242,34 @@ def check_sampler() -> None:
 
 
 def check_kv_copy() -> None:
-    """Gather and scatter are inverse and follow the block table."""
+    """Frames of several layers, several in a launch, follow their tables both ways, with the digest that numpy gives them."""
     generator = torch.Generator().manual_seed(3)
-    k_cache, v_cache = (torch.randn(6, 3, 16, 8, generator=generator).bfloat16() for _ in range(2))
-    table = torch.tensor([4, 1, 5], dtype=torch.int32)
-    flat = torch.zeros(2, 21, 24, dtype=torch.bfloat16)
-    copy_kv(k_cache, v_cache, table, flat, 11, store=False)
-    want = k_cache[table.long()].transpose(1, 2).reshape(48, 24)[11:32]
-    assert torch.equal(flat[0], want)
-    other = [torch.zeros_like(k_cache) for _ in range(2)]
-    moved = torch.tensor([0, 2, 3], dtype=torch.int32)
-    copy_kv(*other, moved, flat, 11, store=True)
+    kv = torch.randn(4, 2, 6, 3, 16, 8, generator=generator).bfloat16()
+    table = np.array([4, 1, 5], np.int32)
+    ranges = [KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table)]
+    sizes = [one.layers * 2 * one.count * 24 * 2 for one in ranges]
+    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1]]
+    flat = torch.zeros(offsets[2] + sizes[2], dtype=torch.uint8)
+    plan = Plan(ranges, offsets, 16)
+    sums = move(kv, flat, plan, torch.from_numpy(plan.words.copy()), store=False)
+    for one, offset, size, total in zip(ranges, offsets, sizes, sums.tolist(), strict=True):
+        rows = kv[one.layer : one.layer + one.layers, :, torch.from_numpy(one.block_table).long()]
+        want = rows.transpose(3, 4).reshape(one.layers, 2, -1, 24)[:, :, one.first : one.first + one.count].contiguous()
+        got = flat[offset : offset + size]
+        assert torch.equal(got, want.view(torch.uint8).view(-1))
+        assert total % 2**64 == payload_sum(got.numpy().tobytes())
+    assert not flat[:64].any(), "written outside of the frames"
+    other = torch.full_like(kv, float("nan"))
+    moved = [replace(one, block_table=np.array([0, 2, 3], np.int32)[: len(one.block_table)]) for one in ranges]
+    moved[1] = ranges[1]
+    plan = Plan(moved, offsets, 16)
+    again = move(other, flat, plan, torch.from_numpy(plan.words.copy()), store=True)
+    assert torch.equal(again, sums)
     back = torch.zeros_like(flat)
-    copy_kv(*other, moved, back, 11, store=False)
+    move(other, back, plan, torch.from_numpy(plan.words.copy()), store=False)
     assert torch.equal(back, flat)
+    written = sum(one.layers * 2 * one.count * 24 for one in ranges)
+    assert int(torch.isfinite(other.float()).sum()) == written, "written outside of the blocks"
 
 
 def check_program() -> None:
@@ -269,7 +311,14 @@ class _Waits:
         return True
 
 
-def check_backend() -> None:
+class _Area:
+    """Memory of a device that frames lie in."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def check_backend(dtype: str = "bfloat16") -> None:
     """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
     stand_ins = {
         "is_available": lambda: True,
@@ -291,9 +340,10 @@ def check_backend() -> None:
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
-        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype)
         backend.load(probe_program(), ProbeWeights())
-        backend.allocate_kv(32, BLOCK, "bfloat16")
+        backend.allocate_kv(32, BLOCK, dtype)
+        assert backend._device.kv.dtype == backend._device.matrices["embed"].dtype == getattr(torch, dtype)
         assert backend.kv_blocks_that_fit(BLOCK) > 0
         backend.warm_up(64)
         backend.bind_slot(0, SamplingParams(max_tokens=1), 0, [1], [])
@@ -336,11 +386,25 @@ def check_backend() -> None:
             backend.read_kv(layer, np.array([20, 22], np.int32), 0, 21, memoryview(again))
             assert any(raw)
             assert again == raw, f"layer {layer}"
-            staged = bytearray(len(raw))
-            backend.collect(layer, np.array([23, 24], np.int32), 0, 21, memoryview(raw)).wait()
-            copy = backend.stage(layer, np.array([23, 24], np.int32), 0, 21, memoryview(staged))
-            copy.wait()
-            assert staged == raw, f"staged layer {layer}"
+        whole = bytearray(GEOMETRY.num_layers * len(raw))
+        staged = bytearray(len(whole))
+        here = KvRange(0, GEOMETRY.num_layers, 0, 21, np.array(tables[0], np.int32))
+        there = replace(here, block_table=np.array([23, 24], np.int32))
+        assert backend.stage(here, memoryview(whole)).wait() == [payload_digest(whole)]
+        assert whole[-len(raw) :] == raw
+        part = replace(there, layer=1, layers=1, first=3, count=2, block_table=np.array([25], np.int32))
+        piece = memoryview(whole)[: 2 * backend.kv_bytes_per_token_layer()]
+        found = backend.collect([(there, memoryview(whole)), (part, piece)]).wait()
+        assert found == [payload_digest(whole), payload_digest(piece)]
+        assert backend.stage(there, memoryview(staged)).wait() == [payload_digest(whole)]
+        assert staged == whole
+        area = _Area(torch.zeros(4096 + len(whole), dtype=torch.uint8))
+        span = Span(area, 4096, len(whole))
+        assert backend.stage(there, span).wait() == [payload_digest(whole)]
+        assert area.tensor[4096:].numpy().tobytes() == whole
+        moved = replace(there, block_table=np.array([26, 27], np.int32))
+        assert backend.collect([(moved, span), (part, piece)]).wait() == [payload_digest(whole), payload_digest(piece)]
+        assert backend.stage(moved, memoryview(staged)).wait() == [payload_digest(whole)]
         assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
         backend.close()
 
@@ -348,6 +412,7 @@ def check_backend() -> None:
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
+    check_draws("cpu", rounds=2, dtype=torch.float16)
     with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
         try:
             check_draws("cpu", rounds=1)
@@ -384,7 +449,9 @@ CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
+    "float16": lambda: check_backend("float16"),
     "linear": check_linear,
+    "int8": check_int8,
     "attention": check_attention,
     "sampler": check_sampler,
     "kv_copy": check_kv_copy,

@@ -6,12 +6,14 @@ import time
 import numpy as np
 import pytest
 
+from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.channel import read_frame
 from relay.transfer.checksum import crc32c
 from relay.transfer.contract import ReceiveOrder, SendOrder, TransferLimits
 from relay.transfer.frame import Header, Kind
 from relay.transfer.handshake import greet
 from relay.transfer.inproc import InprocTransport, Network
+from relay.transfer.ipc import IpcWire
 from relay.transfer.nixl.agent import installed
 from relay.transfer.nixl.wire import NixlWire
 from relay.transfer.transport import WiredTransport
@@ -23,11 +25,44 @@ TOKENS = 100
 SOURCE_TABLE = np.array([3, 1, 0, 5, 2, 7, 9], np.int32)
 TARGET_TABLE = (11, 4, 6, 2, 0, 1, 15)
 SMALL = TransferLimits(min_frame_bytes=512, max_frame_bytes=1024, window_bytes=4096, probe_ns=200_000_000)
+
+
+class FakeDevices:
+    """Memory of devices that any process of this machine could map; here all are one process."""
+
+    def __init__(self):
+        self.areas = {}
+        self.opened = []
+        self.problem = ""
+
+    def allocate(self, size):
+        if self.problem == "allocate":
+            raise SharingFailed("out of memory (2)")
+        name = len(self.areas).to_bytes(64, "little")
+        self.areas[name] = bytearray(size)
+        return self.areas[name]
+
+    def handle(self, area):
+        return next(name for name, other in self.areas.items() if other is area)
+
+    def open(self, handle, size):
+        if self.problem == "open":
+            raise SharingFailed("peer access is not supported (217)")
+        assert len(self.areas[handle]) == size
+        self.opened.append(handle)
+        return self.areas[handle]
+
+    def close(self, area):
+        self.opened.remove(self.handle(area))
+
+
+DEVICES = FakeDevices()
 FABRIC = Fabric()
 WIRES = {"tcp": TcpWire, "shm": lambda: ShmWire("here"), "nixl-fake": lambda: fake_wire(FABRIC), "nixl": NixlWire}
 NO_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not installed: pip install 'relay-serving[nixl]'")
 EVERY_WIRE = [pytest.param(name, marks=NO_NIXL) if name == "nixl" else name for name in WIRES]
 PROCESS_WIRES = [name for name in EVERY_WIRE if name != "nixl-fake"]  # between processes
+WIRES["ipc"] = lambda: IpcWire("here", DEVICES, area_bytes=1 << 18)  # for engines with devices alone
 WAIT_S = 20
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relay.transfer.channel import ChannelClosed, read_frame, send_frame
+from relay.transfer.channel import ChannelClosed, read_any_frame, read_frame, send_frame
 from relay.transfer.checksum import crc32c
 from relay.transfer.frame import HEADER_BYTES, FrameError, Header, Kind, seal, seal_over
 from relay.transfer.ring import (
@@ -43,10 +43,13 @@ class Ends:
     def send(self, payload, transfer=1):
         send_frame(self.sender, Header(Kind.KV, transfer, payload_bytes=len(payload)), payload, crc32c)
 
-    def receive(self):
-        header, payload, expected = read_frame(self.receiver, crc32c)
+    def receive(self, hold=False):
+        header, payload, expected = read_any_frame(self.receiver, crc32c)
         assert crc32c(payload) == expected
-        return header.transfer, bytes(payload)
+        found = header.transfer, bytes(payload)
+        if not hold:
+            self.receiver.done()
+        return found
 
     def close(self):
         self.sender.close()
@@ -113,10 +116,14 @@ def test_a_full_ring_waits_and_does_not_overwrite(ends):
     done = threading.Event()
     threading.Thread(target=lambda: (ends.send(bytes(LARGEST), 2), done.set()), daemon=True).start()
     assert not done.wait(0.2)
-    assert ends.receive() == (0, bytes(LARGEST))
-    assert not done.wait(0.2)  # the payload is valid until the next header is asked for
-    assert ends.receive() == (1, bytes([1]) * LARGEST)
+    assert ends.receive(hold=True) == (0, bytes(LARGEST))
+    assert ends.receive(hold=True) == (1, bytes([1]) * LARGEST)
+    assert not done.wait(0.2)  # both are held
+    assert not ends.receiver.ready()
+    ends.receiver.done()
     assert done.wait(10)
+    assert ends.receiver.ready()
+    ends.receiver.done()
     assert ends.receive() == (2, bytes(LARGEST))
 
 
@@ -163,7 +170,7 @@ def write_record(ends, number, raw_header, payload=b""):
 
 def test_a_lying_length_stays_inside_the_ring(ends):
     write_record(ends, 0, seal_over(Header(Kind.KV, payload_bytes=LARGEST), 0, crc32c))
-    header, payload, expected = read_frame(ends.receiver, crc32c)
+    header, payload, expected = read_any_frame(ends.receiver, crc32c)
     assert len(payload) == header.payload_bytes
     assert crc32c(payload) != expected
 

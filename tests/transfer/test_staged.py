@@ -7,9 +7,18 @@ from collections import deque
 import numpy as np
 import pytest
 
-from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged, read_frame_kv, write_frame_kv
+from relay.kernels.kv_frames import Span, payload_digest
+from relay.transfer.contract import (
+    ReceiveCompleted,
+    ReceiveFailed,
+    SendAcknowledged,
+    SendFailed,
+    TransferLimits,
+    read_frame_kv,
+    write_frame_kv,
+)
 from relay.transfer.frame import Handoff, Header, Kind
-from tests.transfer.nodes import SOURCE_TABLE, TARGET_TABLE, WAIT_S, Node, announce, receive_order, send_order
+from tests.transfer.nodes import SMALL, SOURCE_TABLE, TARGET_TABLE, WAIT_S, Node, announce, receive_order, send_order
 from tests.transfer.stores import ArrayStore
 
 
@@ -20,6 +29,25 @@ class FakeCopy:
 
     def wait(self):
         assert self.done.wait(WAIT_S)
+        return self.result
+
+
+def bytes_of(place):
+    """Where the fake device keeps them: its memory is a bytearray."""
+    if isinstance(place, Span):
+        return memoryview(place.region)[place.offset : place.offset + place.size]
+    return place
+
+
+def header_of(one, size):
+    return Header(
+        Kind.KV,
+        layer=one.layer,
+        first_token=one.first,
+        token_count=one.count,
+        payload_bytes=size,
+        layers=one.layers,
+    )
 
 
 class FakeStream(ArrayStore):
@@ -31,6 +59,7 @@ class FakeStream(ArrayStore):
         self.delay_s = delay_s
         self.pinned = []
         self.log = []
+        self.together = []  # frames of each collect
         self.most_under_way = 0
         self._queue = deque()
         self._lock = threading.Condition()
@@ -44,17 +73,23 @@ class FakeStream(ArrayStore):
     def unregister(self, region):
         self.pinned.remove(region)
 
-    def stage(self, layer, block_table, first, count, out, layers=1):
-        header = Header(
-            Kind.KV, layer=layer, first_token=first, token_count=count, payload_bytes=len(out), layers=layers
-        )
-        return self._enqueue("stage", lambda: read_frame_kv(self, header, block_table, out))
+    def stage(self, one, out):
+        def work():
+            target = bytes_of(out)
+            read_frame_kv(self, header_of(one, len(target)), one.block_table, target)
+            return [payload_digest(target)]
 
-    def collect(self, layer, block_table, first, count, data, layers=1):
-        header = Header(
-            Kind.KV, layer=layer, first_token=first, token_count=count, payload_bytes=len(data), layers=layers
-        )
-        return self._enqueue("collect", lambda: write_frame_kv(self, header, block_table, data))
+        return self._enqueue("stage", work)
+
+    def collect(self, frames):
+        def work():
+            for one, place in frames:
+                data = bytes_of(place)
+                write_frame_kv(self, header_of(one, len(data)), one.block_table, data)
+            return [payload_digest(bytes_of(place)) for _, place in frames]
+
+        self.together.append(len(frames))
+        return self._enqueue("collect", work)
 
     def _enqueue(self, name, work):
         copy = FakeCopy(work)
@@ -74,7 +109,7 @@ class FakeStream(ArrayStore):
                     return
                 copy = self._queue[0]
             time.sleep(self.delay_s)
-            copy.work()
+            copy.result = copy.work()
             copy.done.set()
             with self._lock:
                 self._queue.popleft()
@@ -86,11 +121,14 @@ class FakeStream(ArrayStore):
         self._thread.join(WAIT_S)
 
 
+JOINED = TransferLimits(512, 4096, 16384, probe_ns=200_000_000, join_bytes=2048)
+
+
 class DevicePair:
-    def __init__(self, scheme, depth):
+    def __init__(self, scheme, depth, limits=SMALL):
         self.stores = FakeStream(depth, seed=1), FakeStream(depth)
-        self.source = Node("p", scheme, store=self.stores[0])
-        self.target = Node("d", scheme, store=self.stores[1])
+        self.source = Node("p", scheme, store=self.stores[0], limits=limits)
+        self.target = Node("d", scheme, store=self.stores[1], limits=limits)
 
     def close(self):
         self.source.transport.close()
@@ -103,7 +141,7 @@ class DevicePair:
         self.source.transport.open_send(send_order(self.target))
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", "ipc"])
 def scheme(request):
     return request.param
 
@@ -121,10 +159,52 @@ def test_every_byte_arrives_through_streams(scheme, depth):
         assert np.array_equal(sent, pair.stores[1].tokens(TARGET_TABLE, 100))
         assert set(pair.stores[0].log) == {"stage"}
         assert set(pair.stores[1].log) == {"collect"}
-        if scheme == "shm":
+        if scheme != "tcp":
             assert pair.stores[0].most_under_way == depth
     finally:
         pair.close()
+
+
+def test_frames_that_came_meanwhile_are_written_together(scheme):
+    """And the digest of every one is checked: here all are right."""
+    pair = DevicePair(scheme, 6, JOINED)
+    pair.stores[0].delay_s, pair.stores[1].delay_s = 0, 0.03
+    try:
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+        assert np.array_equal(pair.stores[0].tokens(SOURCE_TABLE, 100), pair.stores[1].tokens(TARGET_TABLE, 100))
+        assert max(pair.stores[1].together) > 1
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_bytes_that_changed_on_the_way_end_the_transfer_before_anyone_sees_them(scheme, liar):
+    """The digest of either end is wrong, as if the bytes had changed between them."""
+    pair = DevicePair(scheme, 3, JOINED)
+    store, name = pair.stores[liar], ("stage", "collect")[liar]
+    honest = getattr(store, name)
+    setattr(store, name, lambda *arguments: Lying(honest(*arguments)))
+    try:
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        event = pair.target.event()
+        assert isinstance(event, ReceiveFailed)
+        assert "damaged KV frame" in event.reason
+        assert isinstance(pair.source.event(), SendFailed)
+    finally:
+        pair.close()
+
+
+class Lying:
+    def __init__(self, copy):
+        self.copy = copy
+
+    def wait(self):
+        return [digest ^ 1 for digest in self.copy.wait()]
 
 
 def test_the_ring_is_pinned_at_both_ends_while_it_lives():

@@ -21,7 +21,9 @@ def bench() -> None:
 @click.argument("model", default="smollm2")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, help="Prompt lengths.")
-@click.option("--transport", "transports", default="shm,tcp", show_default=True, help="Transports.")
+@click.option(
+    "--transport", "transports", default="shm,tcp", show_default=True, help="Transports; nixl where it is installed."
+)
 @click.option(
     "--kv-cache-dtype", "dtypes", default="float32,bfloat16", show_default=True, help="Numbers in the KV cache."
 )

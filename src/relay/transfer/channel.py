@@ -2,18 +2,23 @@
 
 from typing import Protocol
 
-from relay.transfer.frame import Checksum, Header, Kind, parse, seal, verify
+from relay.kernels.kv_frames import Place
+from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, Header, Kind, parse, seal, verify
 
 
 class ChannelClosed(Exception):
     """The connection is gone; the text says how it ended."""
 
 
+class WireUnusable(ChannelClosed):
+    """These two ends cannot use this wire, though they reach each other: another one may serve."""
+
+
 class Channel(Protocol):
     """Reliable and ordered. One thread sends, one receives, any may close.
 
     A payload is written where ``reserve`` says and read where ``receive_payload`` says: on a ring those are the shared bytes
-    themselves, so that KV is copied once out of P's blocks and once into D's.
+    themselves, so that KV is copied once out of P's blocks and once into D's. KV has calls of its own, since it may lie elsewhere.
     """
 
     peer: str
@@ -35,6 +40,10 @@ class Channel(Protocol):
         """
         ...
 
+    def reserve_kv(self, size: int) -> Place:
+        """``reserve`` for the payload of a KV frame."""
+        ...
+
     def commit(self, raw_header: bytes) -> None:
         """Send the header and the payload reserved first. Raises ChannelClosed."""
         ...
@@ -47,6 +56,18 @@ class Channel(Protocol):
         """The payload of that header; valid until ``receive_header``. Raises ChannelClosed, also for an end in the middle."""
         ...
 
+    def receive_kv(self, size: int) -> Place:
+        """``receive_payload`` of a KV frame, valid until ``done``. Several may be held."""
+        ...
+
+    def done(self) -> None:
+        """The KV payload that is held longest is not needed any more."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether ``receive_header`` need not wait."""
+        ...
+
     def set_timeout(self, seconds: float | None) -> None:
         """Longest wait of one call from now on; ChannelClosed when it passes."""
         ...
@@ -55,20 +76,31 @@ class Channel(Protocol):
         """Wake both threads. Idempotent."""
         ...
 
+    def release(self) -> None:
+        """After the last copy from or to this channel's memory. Idempotent."""
+        ...
 
-def read_frame(
-    channel: Channel, checksum: Checksum, max_payload_bytes: int | None = None
-) -> tuple[Header, memoryview, int]:
-    """(header, payload, checksum the payload must have). The payload of a KV frame is not verified: who copies it does that.
+
+def read_frame(channel: Channel, checksum: Checksum) -> tuple[Header, memoryview, int]:
+    """(header, payload, checksum it had) of a control frame, where nothing else may come. Raises ChannelClosed, FrameError."""
+    header, expected = parse(channel.receive_header(), checksum)
+    if header.kind is Kind.KV or header.payload_bytes > MAX_CONTROL_BYTES:
+        raise ChannelClosed(f"unexpected {header.kind.name} frame of {header.payload_bytes} bytes")
+    payload = channel.receive_payload(header.payload_bytes)
+    verify(payload, expected, checksum)
+    return header, payload, expected
+
+
+def read_any_frame(channel: Channel, checksum: Checksum) -> tuple[Header, Place, int]:
+    """The same of any frame. A KV payload is not verified, who copies it does that, and is held until ``done``.
 
     Raises ChannelClosed, FrameError.
     """
     header, expected = parse(channel.receive_header(), checksum)
-    if max_payload_bytes is not None and header.payload_bytes > max_payload_bytes:
-        raise ChannelClosed(f"unexpected {header.kind.name} frame of {header.payload_bytes} bytes")
+    if header.kind is Kind.KV:
+        return header, channel.receive_kv(header.payload_bytes), expected
     payload = channel.receive_payload(header.payload_bytes)
-    if header.kind is not Kind.KV:
-        verify(payload, expected, checksum)
+    verify(payload, expected, checksum)
     return header, payload, expected
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from relay.transfer.frame import MAX_KV_BYTES, Handoff, Header, Hello
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Layout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "float32" or "bfloat16"
+    dtype: str  # "float32", "bfloat16" or "float16"
 
     @property
     def token_bytes(self) -> int:

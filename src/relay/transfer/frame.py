@@ -2,9 +2,9 @@
 
 Header (56 bytes): magic ``RLKV``, version u8, kind u8, flags u16, transfer u64, epoch u64 (incarnation of the source worker),
 attempt u32, layer u16, layers after it u16, first head u16, head count u16, first token u32, token count u32, payload length
-u32, CRC32C of the payload u32, CRC32C of the 52 bytes before u32. The header has a checksum of its own so that a receiver
-knows for certain where a payload belongs before it has the payload, and may copy it straight there. A KV payload is, layer by
-layer, K then V of the tokens, each canonical [token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
+u32, CRC32C of the payload u32, CRC32C of the 52 bytes before u32. The header has a checksum of its own so that a receiver knows
+for certain where a payload belongs before it has the payload, and may copy it straight there. A KV payload is, layer by layer,
+K then V of the tokens, each canonical [token][kv_head][dim]; every other payload is MessagePack. See docs/wire-protocol.md.
 """
 
 import struct
@@ -21,7 +21,10 @@ MAX_KV_BYTES = 1 << 24
 MAX_CONTROL_BYTES = 1 << 16
 
 FLAG_EMPTY = 1  # on HANDOFF: the target already holds every token, no KV frame was sent
-KNOWN_FLAGS = FLAG_EMPTY
+FLAG_DIGEST = (
+    2  # on KV: the payload's checksum is ``kernels.kv_frames.payload_digest``, which devices take while they copy
+)
+KNOWN_FLAGS = FLAG_EMPTY | FLAG_DIGEST
 
 _LAYOUT = struct.Struct("<4sBBHQQIHHHHIIII")  # all but the header's checksum
 _CHECKSUM = struct.Struct("<I")

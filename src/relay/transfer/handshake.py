@@ -3,7 +3,6 @@
 from relay.transfer.channel import Channel, read_frame, send_frame
 from relay.transfer.contract import Identity
 from relay.transfer.frame import (
-    MAX_CONTROL_BYTES,
     Abort,
     Checksum,
     FrameError,
@@ -41,7 +40,7 @@ def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str,
     Raises HelloRefused, ChannelClosed, FrameError.
     """
     _send_hello(channel, identity, checksum)
-    header, payload, _ = read_frame(channel, checksum, MAX_CONTROL_BYTES)
+    header, payload, _ = read_frame(channel, checksum)
     if header.kind is Kind.ABORT:
         raise HelloRefused(decode_payload(payload, Abort).reason)
     theirs = _hello(header, payload)
@@ -54,7 +53,7 @@ def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str,
 
 def welcome(channel: Channel, identity: Identity, checksum: Checksum) -> Hello:
     """D's side: check the hello and answer it. Raises HelloRefused (the peer was told), ChannelClosed, FrameError."""
-    header, payload, _ = read_frame(channel, checksum, MAX_CONTROL_BYTES)
+    header, payload, _ = read_frame(channel, checksum)
     theirs = _hello(header, payload)
     problem = mismatch(identity.hello(), theirs)
     if problem:

@@ -2,7 +2,7 @@
 
 A frame is admitted and counted under its reception's lock and written between, counted in ``writing``; several connections may
 write to one reception at once. Whoever ends it waits until nobody writes: a late write is either finished before the blocks are
-given away, or dropped.
+given away, or dropped. Where blocks lie on a device, all frames that have come meanwhile are written by one launch.
 """
 
 import queue
@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from relay.clock import Clock
-from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
+from relay.kernels.kv_frames import Place
+from relay.transfer.channel import Channel, ChannelClosed, read_any_frame, send_frame
 from relay.transfer.contract import (
     Layout,
     ReceiveCompleted,
@@ -33,7 +34,7 @@ from relay.transfer.frame import (
 )
 from relay.transfer.receiver import Receiver, ReceiverState
 from relay.transfer.sender import Outgoing
-from relay.transfer.store import ChecksummedStore
+from relay.transfer.store import Arrived, ChecksummedStore
 
 Emit = Callable[[TransferEvent], None]
 
@@ -162,6 +163,7 @@ class InboundLink:
         self._store = store
         self._checksum = checksum
         self._clock = clock
+        self._arrived: list[tuple[Reception, Arrived]] = []  # admitted frames that are not in the blocks yet
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"kv-reply-{peer.worker}", daemon=True)
 
@@ -172,15 +174,20 @@ class InboundLink:
         reason = ""
         try:
             while True:
-                self._handle(*read_frame(self._channel, self._checksum))
+                if self._arrived and (len(self._arrived) >= self._store.depth or not self._channel.ready()):
+                    self._store_arrived()
+                self._handle(*read_any_frame(self._channel, self._checksum))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection from {self._peer.worker} ended: {error}"
         finally:
+            for reception, frame in self._arrived:
+                self._end_writing(reception, frame, "the connection ended")
             self._channel.close()
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
             self._store.unregister(self._channel.region)
+            self._channel.release()
 
     @property
     def scheme(self) -> str:
@@ -191,45 +198,63 @@ class InboundLink:
         for reply in replies:
             self._outbox.put(reply)
 
-    def _handle(self, header: Header, payload: memoryview, expected: int) -> None:
-        if header.epoch != self._peer.incarnation:
+    def _handle(self, header: Header, payload: Place, expected: int) -> None:
+        """A KV frame joins those that have arrived; everything else is handled once these are in the blocks."""
+        reception = self._table.get(header.transfer) if header.epoch == self._peer.incarnation else None
+        known = reception is not None and reception.receiver.order.source == self._peer.worker
+        if header.kind is Kind.KV and known and reception is not None and self._admit(reception, header):
+            self._arrived.append((reception, Arrived(header, reception.block_table, payload, expected)))
+            if len(self._arrived) >= self._store.depth:
+                self._store_arrived()
             return
-        reception = self._table.get(header.transfer)
-        if reception is None or reception.receiver.order.source != self._peer.worker:
-            if header.kind is not Kind.ABORT:
-                self.post([_unknown(header)])
-            return
+        self._store_arrived()
         if header.kind is Kind.KV:
-            self._receive_kv(reception, header, payload, expected)
-        else:
+            self._channel.done()
+        elif known and reception is not None:
+            assert isinstance(payload, memoryview)
             with reception.lock:
                 reception.receiver.receive(header, payload, self._clock.now_ns())
                 reception.heard_on(self, header)
-        self._table.settle(reception)
+        if known and reception is not None:
+            self._table.settle(reception)
+        elif header.epoch == self._peer.incarnation and header.kind is not Kind.ABORT:
+            self.post([_unknown(header)])
 
-    def _receive_kv(self, reception: Reception, header: Header, payload: memoryview, expected: int) -> None:
-        """Copy and check in one pass; damage fails the transfer before anyone can see its blocks."""
-        receiver = reception.receiver
+    def _admit(self, reception: Reception, header: Header) -> bool:
+        """Whether the frame is to be written: from now on it counts as being written."""
         with reception.lock:
             reception.heard_on(self, header)
-            if not receiver.admit(header, self._clock.now_ns()):
-                return
-            reception.writing += 1
-        problem = "D cannot store it"
+            admitted = reception.receiver.admit(header, self._clock.now_ns())
+            reception.writing += admitted
+        return admitted
+
+    def _store_arrived(self) -> None:
+        """Write all that has arrived, at once where the store can. Raises FrameError if a frame is damaged, after the last."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        problems = ["D cannot store it"] * len(arrived)
         try:
-            self._store.write(header, reception.block_table, payload, expected)
-            problem = ""
-        except FrameError as error:
-            problem = str(error)
-            raise
+            problems = self._store.write([frame for _, frame in arrived])
         finally:
-            with reception.lock:
-                reception.writing -= 1
-                reception.idle.notify_all()
-                if problem:
-                    receiver.abort(f"damaged KV frame from {self._peer.worker}: {problem}")
-                else:
-                    receiver.written(header, self._clock.now_ns())
+            for (reception, frame), problem in zip(arrived, problems, strict=True):
+                self._end_writing(reception, frame, problem)
+                self._channel.done()
+        for reception in {id(reception): reception for reception, _ in arrived}.values():
+            self._table.settle(reception)
+        damage = next((problem for problem in problems if problem), "")
+        if damage:
+            raise FrameError(damage)
+
+    def _end_writing(self, reception: Reception, frame: Arrived, problem: str) -> None:
+        """Damage fails the transfer before anyone can see its blocks."""
+        with reception.lock:
+            reception.writing -= 1
+            reception.idle.notify_all()
+            if problem:
+                reception.receiver.abort(f"damaged KV frame from {self._peer.worker}: {problem}")
+            else:
+                reception.receiver.written(frame.header, self._clock.now_ns())
 
     def _write(self) -> None:
         try:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from relay.clock import Clock
@@ -241,6 +242,7 @@ class OutboundLink:
             for left in begun:  # a copy that still runs writes to memory that is about to go
                 self._end_copy(left)
             self._store.unregister(channel.region)
+            channel.release()
 
     def _wake_bulk(self, count: int) -> None:
         """There may be KV to send for ``count`` writers. Under the lock."""
@@ -268,7 +270,7 @@ class OutboundLink:
 
     def _begin(self, channel: Channel, sending: _Sending, outgoing: Outgoing) -> _Begun:
         header = outgoing.header
-        payload = channel.reserve(header.payload_bytes)
+        payload = channel.reserve_kv(header.payload_bytes)
         try:
             reading = self._store.read(header, sending.block_table, payload)
         except BaseException:
@@ -278,7 +280,10 @@ class OutboundLink:
 
     def _finish(self, channel: Channel, begun: _Begun) -> None:
         checksum = self._end_copy(begun)
-        channel.commit(seal_over(begun.header, checksum, self._checksum))
+        header = begun.header
+        if begun.reading.flags:
+            header = msgspec.structs.replace(header, flags=header.flags | begun.reading.flags)
+        channel.commit(seal_over(header, checksum, self._checksum))
 
     def _end_copy(self, begun: _Begun) -> int:
         try:
@@ -320,7 +325,7 @@ class OutboundLink:
         reason = f"KV connection to {self._order.target} failed"
         try:
             while True:
-                header, payload, _ = read_frame(channel, self._checksum, MAX_CONTROL_BYTES)
+                header, payload, _ = read_frame(channel, self._checksum)
                 with self._lock:
                     sending = self._sendings.get(header.transfer)
                     if sending is not None:

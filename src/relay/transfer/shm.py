@@ -45,6 +45,11 @@ class Descriptor:
         os.close(self.number)
 
 
+def is_eventfd(descriptor: Descriptor) -> bool:
+    """What the kernel calls it; a peer may pass anything."""
+    return os.readlink(f"/proc/self/fd/{descriptor.number}") == _EVENTFD
+
+
 class Ring:
     """The shared bytes and the two counters, as either end holds them."""
 
@@ -56,7 +61,7 @@ class Ring:
         if fcntl.fcntl(memory.number, fcntl.F_GET_SEALS) & needed != needed:
             raise FrameError("the ring's memory is not sealed: it could be taken away while in use")
         for counter in (frames, space):
-            if os.readlink(f"/proc/self/fd/{counter.number}") != _EVENTFD:
+            if not is_eventfd(counter):
                 raise FrameError("a counter of the ring is no eventfd")
             os.set_blocking(counter.number, False)
         self.frames = frames
@@ -75,25 +80,24 @@ class Ring:
         return cls(memory, Descriptor(os.eventfd(0, flags)), Descriptor(os.eventfd(0, flags)))
 
 
-class _RingChannel:
-    """What both ends share: the socket, waiting, closing."""
+class Counted:
+    """A socket beside memory whose use eventfds count: waiting for a counter or the peer's end, closing."""
 
-    scheme = "shm"
-
-    def __init__(self, stream: StreamChannel, ring: Ring, counter: Descriptor) -> None:
+    def __init__(self, stream: StreamChannel, counter: Descriptor) -> None:
         """``counter`` is what this end waits for."""
         self.peer = stream.peer
         self._stream = stream
-        self._ring = ring
         self._socket = Descriptor(os.dup(stream.socket.fileno()))
         self._timeout_s: float | None = None
-        self._position = 0
-        self._number = 0
-        self.region: memoryview | None = ring.bytes
         self._counter = counter
         self._poll = select.poll()
         self._poll.register(counter.number, select.POLLIN)
         self._poll.register(self._socket.number, select.POLLRDHUP)
+
+    @property
+    def _patience_s(self) -> float:
+        """For a peer that gives nothing back."""
+        return STALL_S if self._timeout_s is None else self._timeout_s
 
     def set_timeout(self, seconds: float | None) -> None:
         self._stream.set_timeout(seconds)
@@ -119,6 +123,22 @@ class _RingChannel:
             gone = any(number == self._socket.number for number, _ in events)
 
 
+class _RingChannel(Counted):
+    """What both ends share."""
+
+    scheme = "shm"
+
+    def __init__(self, stream: StreamChannel, ring: Ring, counter: Descriptor) -> None:
+        super().__init__(stream, counter)
+        self._ring = ring
+        self._position = 0
+        self._number = 0
+        self.region: memoryview | None = ring.bytes
+
+    def release(self) -> None:
+        """Mapped memory goes with its last user."""
+
+
 class RingSender(_RingChannel):
     """P's end: frames go into the ring, answers come over the socket."""
 
@@ -130,7 +150,7 @@ class RingSender(_RingChannel):
     def await_room(self, size: int) -> None:
         needed = place(self._position, size, self._ring.capacity).occupied
         while self._free < needed:
-            self._gain(self._take(STALL_S if self._timeout_s is None else self._timeout_s))
+            self._gain(self._take(self._patience_s))
 
     def has_room(self, size: int) -> bool:
         needed = place(self._position, size, self._ring.capacity).occupied
@@ -154,6 +174,9 @@ class RingSender(_RingChannel):
         self._reserved.append(placement)
         return self._ring.bytes[placement.payload : placement.payload + size]
 
+    def reserve_kv(self, size: int) -> memoryview:
+        return self.reserve(size)
+
     def commit(self, raw_header: bytes) -> None:
         placement = self._reserved.popleft()
         self._ring.bytes[placement.slot : placement.slot + SLOT_BYTES] = slot_bytes(self._number, raw_header)
@@ -166,6 +189,15 @@ class RingSender(_RingChannel):
     def receive_payload(self, size: int) -> memoryview:
         return self._stream.receive_payload(size)
 
+    def receive_kv(self, size: int) -> memoryview:
+        return self._stream.receive_kv(size)
+
+    def done(self) -> None:
+        self._stream.done()
+
+    def ready(self) -> bool:
+        return self._stream.ready()
+
 
 class RingReceiver(_RingChannel):
     """D's end: frames come out of the ring, answers go over the socket."""
@@ -173,8 +205,9 @@ class RingReceiver(_RingChannel):
     def __init__(self, stream: StreamChannel, ring: Ring) -> None:
         super().__init__(stream, ring, ring.frames)
         self._available = 0
-        self._in_use = 0  # bytes of the record whose payload may be in use
-        self._spare = 0  # bytes of records before it, to be given back
+        self._in_use = 0  # bytes of the control record whose payload may be in use
+        self._held: deque[int] = deque()  # bytes of the KV records that are
+        self._spare = 0  # bytes of records before them, to be given back
 
     def await_room(self, size: int) -> None:
         self._stream.await_room(size)
@@ -185,17 +218,19 @@ class RingReceiver(_RingChannel):
     def reserve(self, size: int) -> memoryview:
         return self._stream.reserve(size)
 
+    def reserve_kv(self, size: int) -> memoryview:
+        return self._stream.reserve_kv(size)
+
     def commit(self, raw_header: bytes) -> None:
         self._stream.commit(raw_header)
 
     def receive_header(self) -> bytes:
         ring = self._ring
-        self._spare += self._in_use
-        self._in_use = 0
-        # One call for several records, but never while this end sleeps: P may be waiting for just these bytes.
-        if self._spare and (not self._available or self._spare >= ring.capacity // 4):
-            os.eventfd_write(ring.space.number, self._spare // ALIGNMENT)
-            self._spare = 0
+        if self._in_use:
+            assert not self._held, "space is given back in the order of the records"
+            self._spare += self._in_use
+            self._in_use = 0
+        self._give_back(0 if not self._available else ring.capacity // 4)
         if not self._available:
             self._available = self._take(self._timeout_s)
         self._available -= 1
@@ -205,11 +240,38 @@ class RingReceiver(_RingChannel):
         return header_of(slot, self._number)
 
     def receive_payload(self, size: int) -> memoryview:
-        placement = place(self._position, size, self._ring.capacity)
+        placement = self._next(size)
         self._in_use = placement.occupied
+        return self._ring.bytes[placement.payload : placement.payload + size]
+
+    def receive_kv(self, size: int) -> memoryview:
+        placement = self._next(size)
+        self._held.append(placement.occupied)
+        return self._ring.bytes[placement.payload : placement.payload + size]
+
+    def done(self) -> None:
+        self._spare += self._held.popleft()
+        self._give_back(self._ring.capacity // 4)
+
+    def _give_back(self, least: int) -> None:
+        """One call for several records, but never while this end sleeps: P may be waiting for just these bytes."""
+        if self._spare and self._spare >= least:
+            os.eventfd_write(self._ring.space.number, self._spare // ALIGNMENT)
+            self._spare = 0
+
+    def ready(self) -> bool:
+        if not self._available:
+            try:
+                self._available = os.eventfd_read(self._ring.frames.number)
+            except BlockingIOError:
+                return False
+        return True
+
+    def _next(self, size: int) -> Placement:
+        placement = place(self._position, size, self._ring.capacity)
         self._position = placement.next
         self._number += 1
-        return self._ring.bytes[placement.payload : placement.payload + size]
+        return placement
 
 
 def offer_ring(stream: StreamChannel, capacity: int = DEFAULT_RING_BYTES) -> RingReceiver:

@@ -1,11 +1,13 @@
 """KV between blocks and frames, with the checksum taken in the copy itself where the backend can do that."""
 
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from relay.kernels.kv_frames import KvRange, Place, Span, payload_digest
 from relay.transfer.contract import KvStore, read_frame_kv, write_frame_kv
-from relay.transfer.frame import Checksum, FrameError, Header
+from relay.transfer.frame import FLAG_DIGEST, Checksum, Header
 
 
 class FusedStore(Protocol):
@@ -17,20 +19,19 @@ class FusedStore(Protocol):
 
 
 class Copying(Protocol):
-    """A copy queued on a device's copy stream."""
+    """Copies queued on a device's copy stream."""
 
-    def wait(self) -> None:
-        """Return when its bytes are where they should be. Raises DeviceLostError."""
+    def wait(self) -> list[int]:
+        """Return when all bytes are where they should be: ``kv_frames.payload_digest`` of each frame. Raises DeviceLostError."""
         ...
 
 
 class StagedStore(Protocol):
     """A backend whose blocks lie on a device: copies are queued on a stream of their own and compute never waits for them.
 
-    ``stage`` gathers positions of ``layers`` layers from ``layer`` on, one after the other, into ``out``, which is host memory,
-    pinned if it was registered: it runs after the event of the layer's write. ``collect`` copies ``data`` to the device and
-    scatters it into blocks. Both return at once, and run in the order they were called in. The memory must stay as it is until
-    the copy was waited for.
+    ``stage`` gathers one frame into ``out``, host memory (pinned if it was registered) or a span of device memory, after the
+    events of its layers' writes. ``collect`` scatters frames into blocks. Both return at once, and run in the order they were
+    called in; both digest the bytes on the way. The memory must stay as it is until the copy was waited for.
     """
 
     @property
@@ -44,32 +45,33 @@ class StagedStore(Protocol):
 
     def unregister(self, region: memoryview) -> None: ...
 
-    def stage(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, layers: int = 1
-    ) -> Copying: ...
+    def stage(self, one: KvRange, out: Place) -> Copying: ...
 
-    def collect(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, layers: int = 1
-    ) -> Copying: ...
+    def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Copying: ...
 
 
 class Reading:
     """One copy out of the blocks that has been begun."""
 
-    __slots__ = ("_checksum", "_copying", "_out", "_value")
+    __slots__ = ("_copying", "_value", "flags")
 
-    def __init__(self, value: int, copying: Copying | None, out: memoryview, checksum: Checksum) -> None:
+    def __init__(self, value: int, copying: Copying | None) -> None:
         self._value = value
         self._copying = copying
-        self._out = out
-        self._checksum = checksum
+        self.flags = 0 if copying is None else FLAG_DIGEST  # of the frame: what its checksum is
 
     def finish(self) -> int:
         """Wait for it; the checksum of what was read."""
-        if self._copying is None:
-            return self._value
-        self._copying.wait()
-        return self._checksum(self._out, 0)
+        return self._value if self._copying is None else self._copying.wait()[0]
+
+
+class Arrived(NamedTuple):
+    """A KV frame whose payload is there and whose range was admitted."""
+
+    header: Header
+    block_table: np.ndarray
+    payload: Place
+    expected: int
 
 
 class ChecksummedStore:
@@ -85,7 +87,7 @@ class ChecksummedStore:
 
     @property
     def depth(self) -> int:
-        """Reads worth having under way at once: one where reading is done by the reading thread itself."""
+        """Frames worth having under way at once: one where copying is done by the calling thread itself."""
         return 1 if self._staged is None else max(1, self._staged.stage_depth)
 
     def register(self, region: memoryview | None) -> None:
@@ -97,29 +99,45 @@ class ChecksummedStore:
         if self._staged is not None and region is not None:
             self._staged.unregister(region)
 
-    def read(self, header: Header, block_table: np.ndarray, out: memoryview) -> Reading:
+    def read(self, header: Header, block_table: np.ndarray, out: Place) -> Reading:
         """Begin to fill ``out`` with the payload that ``header`` names."""
-        layer, first, count = header.layer, header.first_token, header.token_count
         if self._staged is not None:
-            copying = self._staged.stage(layer, block_table, first, count, out, header.layers)
-            return Reading(0, copying, out, self._checksum)
+            return Reading(0, self._staged.stage(_range(header, block_table), out))
+        assert isinstance(out, memoryview), "only a device reads into a device's memory"
         if self._fused is not None and header.layers == 1:
-            value = self._fused.read_kv_crc(layer, block_table, first, count, out)
+            value = self._fused.read_kv_crc(header.layer, block_table, header.first_token, header.token_count, out)
         else:
             read_frame_kv(self._store, header, block_table, out)
             value = self._checksum(out, 0)
-        return Reading(value, None, out, self._checksum)
+        return Reading(value, None)
 
-    def write(self, header: Header, block_table: np.ndarray, data: memoryview, expected: int) -> None:
-        """Fill the blocks from ``data``. Raises FrameError if it is damaged: what then lies in the blocks must not be used."""
-        layer, first, count = header.layer, header.first_token, header.token_count
-        if self._fused is not None and header.layers == 1:
-            actual = self._fused.write_kv_crc(layer, block_table, first, count, data)
+    def write(self, frames: Sequence[Arrived]) -> list[str]:
+        """Fill the blocks: what is wrong with each frame, or an empty string. The blocks of a damaged one must not be used."""
+        if self._staged is not None and all(frame.header.flags & FLAG_DIGEST for frame in frames):
+            ranges = [(_range(frame.header, frame.block_table), frame.payload) for frame in frames]
+            found = self._staged.collect(ranges).wait()
+            return [_problem(actual, frame.expected) for actual, frame in zip(found, frames, strict=True)]
+        return [self._write(frame) for frame in frames]
+
+    def _write(self, frame: Arrived) -> str:
+        header, table, data, expected = frame
+        if isinstance(data, Span):
+            return "its payload lies on a device, this engine has none"
+        if header.flags & FLAG_DIGEST:
+            actual = payload_digest(data)
+        elif self._fused is not None and header.layers == 1:
+            actual = self._fused.write_kv_crc(header.layer, table, header.first_token, header.token_count, data)
+            return _problem(actual, expected)
         else:
             actual = self._checksum(data, 0)
-            if actual == expected and self._staged is not None:
-                self._staged.collect(layer, block_table, first, count, data, header.layers).wait()
-            elif actual == expected:
-                write_frame_kv(self._store, header, block_table, data)
-        if actual != expected:
-            raise FrameError(f"payload checksum {actual:08x}, frame says {expected:08x}")
+        if actual == expected:
+            write_frame_kv(self._store, header, table, data)
+        return _problem(actual, expected)
+
+
+def _range(header: Header, block_table: np.ndarray) -> KvRange:
+    return KvRange(header.layer, header.layers, header.first_token, header.token_count, block_table)
+
+
+def _problem(actual: int, expected: int) -> str:
+    return "" if actual == expected else f"payload checksum {actual:08x}, frame says {expected:08x}"

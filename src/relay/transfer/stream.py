@@ -1,6 +1,7 @@
 """Frames over a connected stream socket: the whole of a TCP channel, and the way back of a shared-memory one."""
 
 import errno
+import select
 import socket
 from collections import deque
 
@@ -17,10 +18,13 @@ class StreamChannel:
         self.peer = peer
         self.scheme = scheme
         self.socket = sock
+        self.address = ""  # that was dialled, where it matters
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._received = memoryview(bytearray(1 << 12))
         self._free: list[memoryview] = []
         self._reserved: deque[tuple[memoryview, int]] = deque()
+        self._held: deque[memoryview] = deque()
+        self._spare: list[memoryview] = []
 
     def await_room(self, size: int) -> None:
         """``commit`` waits for the socket, nothing else does."""
@@ -34,6 +38,9 @@ class StreamChannel:
             buffer = memoryview(bytearray(max(size, 1 << 12)))
         self._reserved.append((buffer, size))
         return buffer[:size]
+
+    def reserve_kv(self, size: int) -> memoryview:
+        return self.reserve(size)
 
     def commit(self, raw_header: bytes) -> None:
         buffer, size = self._reserved.popleft()
@@ -60,6 +67,25 @@ class StreamChannel:
         self._receive_into(view, " in the middle of a frame")
         return view
 
+    def receive_kv(self, size: int) -> memoryview:
+        buffer = self._spare.pop() if self._spare else memoryview(bytearray())
+        if size > len(buffer):
+            buffer = memoryview(bytearray(size))
+        self._held.append(buffer)
+        self._receive_into(buffer[:size], " in the middle of a frame")
+        return buffer[:size]
+
+    def done(self) -> None:
+        self._spare.append(self._held.popleft())
+
+    def ready(self) -> bool:
+        try:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLIN | select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True  # closed by another thread: ``receive_header`` says so
+
     def set_timeout(self, seconds: float | None) -> None:
         try:
             self.socket.settimeout(seconds)
@@ -73,6 +99,9 @@ class StreamChannel:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
                 raise
         self.socket.close()
+
+    def release(self) -> None:
+        """The memory is Python's."""
 
     def _receive_into(self, view: memoryview, where: str) -> None:
         received = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from relay.clock import Clock, MonotonicClock
-from relay.transfer.channel import Channel, ChannelClosed
+from relay.transfer.channel import Channel, ChannelClosed, WireUnusable
 from relay.transfer.checksum import crc32c
 from relay.transfer.contract import (
     Identity,
@@ -160,9 +160,12 @@ class WiredTransport:
                 for lane in range(1, wire.connections):
                     streams.append(wire.dial(address))
                     channels.append(self._greet(wire, streams[-1], order, lane))
+            except WireUnusable as error:
+                problems.append(str(error))
+                _close(streams)
+                continue
             except BaseException:
-                for stream in streams:
-                    stream.close()
+                _close(streams)
                 raise
             return channels
         raise ChannelClosed("; ".join(problems) or "no address given")
@@ -197,3 +200,8 @@ class WiredTransport:
         finally:
             with self._lock:
                 self._accepted.discard(stream)
+
+
+def _close(streams: list[StreamChannel]) -> None:
+    for stream in streams:
+        stream.close()

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Protocol
 
 from relay.config import TransportName
@@ -151,11 +152,12 @@ class ShmWire:
         name = f"relay-kv-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
         listener.listen(BACKLOG)
-        self.address = f"shm://{host_identity}/{name}"
+        self.address = f"{self.scheme}://{host_identity}/{name}"
         self._listener = _Listener(listener)
 
     def reaches(self, address: str) -> bool:
-        return address.startswith("shm://") and address.removeprefix("shm://").rpartition("/")[0] == self._host
+        scheme, _, rest = address.partition("://")
+        return scheme == self.scheme and rest.rpartition("/")[0] == self._host
 
     def dial(self, address: str) -> StreamChannel:
         return dial_shm(address)
@@ -202,8 +204,10 @@ def open_wires(
     host: str = "127.0.0.1",
     port: int = 0,
     ring_bytes: int = DEFAULT_RING_BYTES,
+    first: Sequence[Wire] = (),
 ) -> list[Wire]:
-    """The wires of ``--transport``, best first. "shm" has no way to an engine on another host, and does not pretend to.
+    """The wires of ``--transport``, best first, after ``first``. "shm" has no way to an engine on another host, and does not
+    pretend to; "ipc" is a first one with both others behind it.
 
     "nixl" is offered alone, so that no KV goes another way unnoticed. Raises UsageError where it is not installed.
     """
@@ -211,7 +215,7 @@ def open_wires(
         from relay.transfer.nixl.wire import NixlWire
 
         return [NixlWire(host, port, ring_bytes)]
-    wires: list[Wire] = []
+    wires: list[Wire] = list(first)
     if name != "tcp":
         wires.append(ShmWire(host_identity, ring_bytes))
     if name != "shm":

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
+from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
 from relay.transfer.ring import DEFAULT_RING_BYTES
+from relay.transfer.wire import Wire
 from relay.worker.spec import WorkerSpec
 from relay.worker.weights_link import NotShared, fetch, wait_for_end
 
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from relay.kernels.cpu.backend import CpuBackend
+    from relay.kernels.cuda.backend import CudaBackend
+    from relay.kernels.ranks.exchange import MeetingPlace
+    from relay.kernels.ranks.share import Share
 
 REPORT_S = 5.0  # between lines about a long load
 
@@ -32,10 +39,27 @@ class Flow:
     limits: TransferLimits
 
 
+def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
+    """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
+    if spec.transport != "ipc" or spec.backend != "cuda":
+        return []
+    if spec.ranks > 1:
+        raise UsageError(
+            "--transport ipc: KV of a worker with --tensor-parallel-size over 1 goes through host memory; use auto, shm or tcp"
+        )
+    from relay.kernels.cuda.ipc import DeviceMemory
+    from relay.transfer.ipc import IpcWire
+
+    try:
+        return [IpcWire(host_identity, DeviceMemory(spec.device))]
+    except SharingFailed as error:
+        raise UsageError(f"--transport ipc: {error}") from error
+
+
 def flow_of(backend: str) -> Flow:
-    """What suits ``backend``: a device that two processes share in turns needs many copies under way to be worth a turn."""
+    """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once."""
     if backend == "cuda":
-        return Flow(48 << 20, TransferLimits(window_bytes=32 << 20))
+        return Flow(48 << 20, TransferLimits(max_frame_bytes=4 << 20, window_bytes=32 << 20, join_bytes=2 << 20))
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 
@@ -50,12 +74,27 @@ def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
 
     if spec.backend == "cuda":
         instruction(b"")  # C kernels that are not built are found now and not by the first transfer
-        return _cuda(spec), instruction
     if spec.ranks > 1:
         from relay.worker.ranks import start_ranks
 
         return start_ranks(spec), instruction
+    if spec.backend == "cuda":
+        return _cuda(spec), instruction
     return cpu_backend(spec), instruction
+
+
+def rank_share(spec: WorkerSpec, rank: int, place: "MeetingPlace") -> "Share":
+    """What ``rank`` of the worker computes with. Raises UsageError for a missing extra or device."""
+    if spec.backend == "cuda":
+        device = spec.rank_devices[rank]
+        backend = _cuda(msgspec.structs.replace(spec, device=device, weights_socket="", gpu_sharers=1))
+        from relay.kernels.cuda.rank_share import CudaRankShare
+
+        return CudaRankShare(backend, device, spec.ranks, rank, spec.max_num_batched_tokens, spec.max_num_seqs)
+    from relay.kernels.ranks.exchange import Exchange
+    from relay.kernels.ranks.share import RankShare
+
+    return RankShare(cpu_backend(spec), Exchange(place, rank), spec.ranks, rank)
 
 
 def cpu_backend(spec: WorkerSpec) -> "CpuBackend":
@@ -85,7 +124,7 @@ def num_kv_blocks(spec: WorkerSpec, backend: Backend, block_bytes: int) -> int:
     return num_blocks
 
 
-def _cuda(spec: WorkerSpec) -> Backend:
+def _cuda(spec: WorkerSpec) -> "CudaBackend":
     try:
         from relay.kernels.cuda.backend import CudaBackend
     except ModuleNotFoundError as error:
@@ -101,6 +140,8 @@ def _cuda(spec: WorkerSpec) -> Backend:
         max_rows=spec.max_num_seqs,
         max_tokens=spec.max_num_batched_tokens,
         progress=_LoadReport(time.monotonic).moved,
+        dtype=spec.kv_cache_dtype,
+        quantized=spec.quantization == "int8",
     )
 
 

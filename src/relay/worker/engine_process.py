@@ -104,7 +104,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
     from relay.transfer.wire import open_wires
     from relay.worker.control_link import LinkLost
     from relay.worker.core import WorkerConfig, WorkerCore
-    from relay.worker.device import flow_of
+    from relay.worker.device import device_wires, flow_of
     from relay.worker.engine_shell import EngineShell
     from relay.worker.entries import DigestKv
     from relay.worker.events import DrainRequested
@@ -115,7 +115,8 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
 
     inbox = Inbox()
     flow = flow_of(spec.backend)
-    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes)
+    first = device_wires(spec, host_identity())
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, spec.kv_port, flow.ring_bytes, first)
     transport = WiredTransport(
         engine.identity,
         engine.backend,

@@ -1,4 +1,4 @@
-"""The Backend on one CUDA device: bf16 weights, activations and KV; decode steps replayed from CUDA graphs.
+"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; decode steps replayed from CUDA graphs.
 
 Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
@@ -7,6 +7,8 @@ decode batch up to a captured size cannot change a bit.
 ``run`` up to the last op queues the draw too, into a pinned buffer of the step's own; ``sample`` waits for it. A caller may
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,18 +22,21 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import Copies, KvTransfers, Ordered
+from relay.kernels.cuda.kv_copy import KvTransfers, Moving
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
+from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
-from relay.kernels.cuda.weights import Progress, WeightUpload, no_progress
+from relay.kernels.cuda.weights import TYPES, Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
+from relay.kernels.kv_frames import KvRange, Place
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
+from relay.kernels.ranks.split import Meeting
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
@@ -55,14 +60,22 @@ class CudaBackend:
         progress: Progress = no_progress,
         shared: dict[str, torch.Tensor] | None = None,
         sharers: int = 1,
+        dtype: str = "bfloat16",
+        quantized: bool = False,
     ) -> None:
-        """``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
+        """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike; ``quantized``: weights of
+        linears in int8 instead.
+
+        ``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._progress = progress
         self._shared, self._sharers = shared, sharers
+        self.dtype = dtype
+        self._quantized = quantized
+        self._type = TYPES[dtype]
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
         self._staging = Staging(device)
@@ -71,6 +84,7 @@ class CudaBackend:
         self._graphs = DecodeGraphs(self, max_rows) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
+        self._meetings: Mapping[int, Meeting] = {}
         self._capacity = 0
         self._step: Step | None = None
         self._mode: Mode = PLAIN
@@ -82,8 +96,8 @@ class CudaBackend:
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
-            upload = WeightUpload(self._device.name, self._progress)
-            load_weights(program, weights, self._device, upload, self._shared)
+            upload = WeightUpload(self._device.name, self._progress, self._type)
+            load_weights(program, weights, self._device, upload, self._shared, quantized=self._quantized)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
@@ -91,10 +105,22 @@ class CudaBackend:
     def load_tensors(
         self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]
     ) -> None:
-        """As ``load`` from bf16 [n, k] and fp32 tensors that are on the device already."""
+        """As ``load`` from [n, k] of the backend's type and fp32 tensors that are on the device already."""
         self._device.matrices.update(matrices)
         self._device.vectors.update(vectors)
         self.bind(program)
+
+    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan) -> None:
+        """Before ``load``: this is one rank of several, and meets the others after these ops."""
+        self._meetings, self._device.areas = meetings, areas
+
+    def set_links(self, links: Links) -> None:
+        """Before the first step: where the other ranks are."""
+        self._device.links = links
+
+    def add_vector(self, name: str, values: np.ndarray) -> None:
+        """An fp32 vector that no op names but a meeting does."""
+        self._device.vectors[name] = torch.from_numpy(np.array(values, np.float32)).to(self._device.name)
 
     def bind(self, program: Program) -> None:
         """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
@@ -104,35 +130,35 @@ class CudaBackend:
         device = self._device
         with torch.cuda.stream(self._stream):
             for op in program.ops:
-                if isinstance(op, Linear):
+                if isinstance(op, Linear) and op.weight not in device.scales:
                     w = device.matrices[op.weight]
                     key = (w.shape[0], w.shape[1])
                     if key not in device.layers:
-                        device.layers[key] = linear_choice.LinearLayer(*key)
+                        device.layers[key] = linear_choice.LinearLayer(*key, dtype=self._type)
                         largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
                         device.layers[key].test(w, largest)
-            check_draws(device.name)
+            check_draws(device.name, dtype=self._type)
         self._stream.synchronize()
-        self._launches: list[Launch] = compile_ops(program, device)
+        self._launches: list[Launch] = compile_ops(program, device, self._meetings)
         self._sampler = Sampler(self._max_rows, program.geometry.vocab, device.name, self._tables)
 
     @device_errors()
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
-        """Raises UsageError for a dtype other than bfloat16 or an odd block size, DoesNotFitError."""
-        if dtype != "bfloat16":
-            raise UsageError(f"the cuda backend keeps KV in bfloat16, not {dtype}")
+        """Raises UsageError for a dtype other than the backend's or an odd block size, DoesNotFitError."""
+        if dtype != self.dtype:
+            raise UsageError(f"the cuda backend keeps KV in the type of its activations, {self.dtype}, not in {dtype}")
         if block_size % 16 or block_size & (block_size - 1):
             raise UsageError(f"block size {block_size}: the cuda backend needs a power of two of at least 16")
         g = self._program.geometry
         shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
         try:
-            self._device.kv = torch.empty(shape, dtype=torch.bfloat16, device=self._device.name)
+            self._device.kv = torch.empty(shape, dtype=self._type, device=self._device.name)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, f"{num_blocks} KV blocks", int(np.prod(shape)) * 2) from error
         self._block_size = block_size
         self._written = LayerEvents(self._program.sink_points, num_blocks, block_size)
         self._group = g.num_heads // g.num_kv_heads
-        self._tile_rows = tile_rows_for(block_size, g.head_dim)
+        self._tile_rows = tile_rows_for(block_size, g.head_dim, self._type)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
         """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
@@ -220,8 +246,8 @@ class CudaBackend:
         device = self._device
         for buffer in Buffer:
             height = -(-self._max_rows // 256) * 256 if buffer in _SAMPLED else capacity
-            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=torch.bfloat16, device=device.name)
-        device.product = torch.zeros(capacity, g.hidden, dtype=torch.bfloat16, device=device.name)
+            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=self._type, device=device.name)
+        device.product = torch.zeros(capacity, g.hidden, dtype=self._type, device=device.name)
         self._capacity = capacity
 
     def launch_all(self, step: Step, draw: bool) -> None:
@@ -293,29 +319,22 @@ class CudaBackend:
         self._transfers.unregister(region)
 
     @device_errors()
-    def stage(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, layers: int = 1
-    ) -> Copies:
-        """Begin ``read_kv`` of ``layers`` layers; the bytes are in ``out`` after ``wait``."""
-        return Copies(
-            self._transfers.stage(self._device.cache(one), block_table, first, count, part, one, self._written)
-            for one, part in _parts(layer, layers, out)
-        )
+    def stage(self, one: KvRange, out: Place) -> Moving:
+        """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
+        assert self._device.kv is not None
+        return self._transfers.stage(self._device.kv, one, out, self._written)
 
     @device_errors()
-    def collect(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, layers: int = 1
-    ) -> Ordered:
-        """``write_kv`` that waits for nothing: steps and reads that are queued later see the values."""
-        for one, part in _parts(layer, layers, data):
-            self._transfers.collect(self._device.cache(one), block_table, first, count, part)
-        return Ordered()
+    def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+        """Begin to copy frames into the cache: steps and reads that are queued later see them."""
+        assert self._device.kv is not None
+        return self._transfers.collect(self._device.kv, frames)
 
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self.stage(layer, block_table, first, count, out).wait()
+        self.stage(KvRange(layer, 1, first, count, block_table), out).wait()
 
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self.collect(layer, block_table, first, count, data)
+        self.collect([(KvRange(layer, 1, first, count, block_table), data)]).wait()
 
     @device_errors()
     def copy_block(self, source: int, target: int) -> None:
@@ -328,14 +347,17 @@ class CudaBackend:
     # --- identity ---------------------------------------------------------------------------------------------------
 
     def numerics(self) -> dict[str, str]:
-        probe = CudaBackend(self._device.name, max_rows=4, max_tokens=64, graphs=False)
+        probe = CudaBackend(
+            self._device.name, max_rows=4, max_tokens=64, graphs=False, dtype=self.dtype, quantized=self._quantized
+        )
         return {
             **gpu_parts(),
             "instructions": "cuda sm_{}{}".format(*torch.cuda.get_device_capability()),
             "libraries": f"torch {torch.__version__} triton {triton.__version__} cuda {torch.version.cuda}",
-            "activation": "bfloat16",
-            "kv": "bfloat16",
-            "probe": probe_digest(probe, "bfloat16"),
+            **({"weights": "int8 by output"} if self._quantized else {}),
+            "activation": self.dtype,
+            "kv": self.dtype,
+            "probe": probe_digest(probe, self.dtype),
         }
 
     def close(self) -> None:
@@ -345,10 +367,6 @@ class CudaBackend:
         self._device.buffers.clear()
         self._device.scratch.clear()
         self._device.matrices.clear()
+        self._device.scales.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
-
-
-def _parts(layer: int, layers: int, data: memoryview) -> list[tuple[int, memoryview]]:
-    size = len(data) // layers
-    return [(layer + index, data[index * size : (index + 1) * size]) for index in range(layers)]

@@ -1,78 +1,25 @@
-"""Between the paged cache and the canonical layout [token][kv_head][dim] of transfers: byte copies, no arithmetic.
+"""Between the paged cache and the canonical layout of transfers: byte copies on streams of their own, no arithmetic.
 
-Copies run on streams of their own, one a calling thread, and nobody waits for the device but who needs the bytes: a copy out
-waits there for the event of its layer's write; a copy in is behind an event that the next step waits for. So a device that two
-processes share in turns costs one turn for many frames and not one each.
+Copies run on a stream a calling thread, and nobody waits for the device but who needs the bytes: a copy out waits there for the
+events of its layers' writes; a copy in is behind an event that the next step waits for. A frame is gathered by one kernel, which
+also takes its digest, into memory of another device or process, or into a buffer that is copied to the host; any number of
+frames that have come are scattered by one. So a device that two processes share in turns costs one turn for many frames.
 """
 
 import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
+from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.written import LayerEvents
+from relay.kernels.kv_frames import KvRange, Place, Span, folded
 
-
-@triton.jit(do_not_specialize=["first", "count"])
-def copy_kernel(
-    k_cache,
-    v_cache,
-    table,
-    flat,
-    first,
-    count,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    """One token: K into flat[token], V into flat[count + token], or back where STORE."""
-    token = tl.program_id(0)
-    position = first + token
-    e = tl.arange(0, ELEMENTS)
-    inside = e < KV_HEADS * DIM
-    block = tl.load(table + position // BLOCK).to(tl.int64)
-    place = ((block * KV_HEADS + e // DIM) * BLOCK + position % BLOCK) * DIM + e % DIM
-    k_at = flat + token.to(tl.int64) * (KV_HEADS * DIM) + e
-    v_at = k_at + count.to(tl.int64) * (KV_HEADS * DIM)
-    if STORE:
-        tl.store(k_cache + place, tl.load(k_at, mask=inside), mask=inside)
-        tl.store(v_cache + place, tl.load(v_at, mask=inside), mask=inside)
-    else:
-        tl.store(k_at, tl.load(k_cache + place, mask=inside), mask=inside)
-        tl.store(v_at, tl.load(v_cache + place, mask=inside), mask=inside)
-
-
-def copy_kv(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, flat: torch.Tensor, first: int, store: bool
-) -> None:
-    """Positions first.. of one sequence between its blocks and ``flat`` [2, count, kv_heads * dim]; ``store``: into the cache."""
-    _, kv_heads, block_size, dim = k_cache.shape
-    count = flat.shape[1]
-    copy_kernel[(count,)](
-        k_cache,
-        v_cache,
-        table,
-        flat,
-        first,
-        count,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        BLOCK=block_size,
-        ELEMENTS=triton.next_power_of_2(kv_heads * dim),
-        STORE=store,
-    )
-
-
-SLOTS = 24  # pinned buffers of a thread that copies in
-TABLES = 32  # block tables a thread keeps on the device
+FRAMES = 12  # pinned buffers of a thread for frames out of memory that is not pinned
+PLANS = 24  # and for plans
 
 
 def pinned(size: int) -> torch.Tensor:
@@ -80,70 +27,48 @@ def pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-class Copy:
-    """A copy out of the cache that is under way. ``host`` holds the bytes where ``out`` itself is not pinned."""
+class Moving:
+    """Copies of frames that are under way. ``host`` holds the bytes of one frame whose own memory is not pinned."""
 
-    def __init__(self, event: torch.cuda.Event, host: torch.Tensor | None, out: memoryview) -> None:
-        self._event, self._host, self._out = event, host, out
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        sums: list[tuple[list[int], torch.Tensor]],
+        host: torch.Tensor | None = None,
+        out: memoryview | None = None,
+    ) -> None:
+        """``sums``: (numbers of frames, where their sums will be on the host) of each launch; ``event`` is behind the last."""
+        self._event, self._sums, self._host, self._out = event, sums, host, out
 
     @device_errors()
-    def wait(self) -> None:
-        """Return when the bytes are in ``out``."""
+    def wait(self) -> list[int]:
+        """Return when the bytes are where they should be: the digest of each frame."""
         self._event.synchronize()
-        if self._host is not None:
+        if self._host is not None and self._out is not None:
             np.frombuffer(self._out, np.uint8)[: self._host.numel()] = self._host.numpy()
+        found = {
+            frame: folded(total & 0xFFFFFFFFFFFFFFFF)
+            for frames, totals in self._sums
+            for frame, total in zip(frames, totals.tolist(), strict=True)
+        }
+        return [found[frame] for frame in range(len(found))]
 
 
-class Copies:
-    """Those of the layers of one frame."""
+class _Slots:
+    """Pinned buffers that are used again when their last copy has ended."""
 
-    def __init__(self, copies: Iterable[Copy]) -> None:
-        self._copies = list(copies)
-
-    def wait(self) -> None:
-        """Return when all bytes are there."""
-        for copy in self._copies:
-            copy.wait()
-
-
-class Ordered:
-    """A copy into the cache: every step and every read that is queued from now on sees it."""
-
-    def wait(self) -> None:
-        """Nothing to wait for: the source was copied before."""
-
-
-class _Lane:
-    """What one thread copies with."""
-
-    def __init__(self, device: str, number: int) -> None:
-        torch.cuda.set_device(device)
-        self.device = device
-        self.number = number
-        self.stream = torch.cuda.Stream(device)
-        self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+    def __init__(self, count: int, least_bytes: int) -> None:
+        self._count, self._least = count, least_bytes
         self._slots: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._next = 0
 
-    def table(self, block_table: np.ndarray) -> torch.Tensor:
-        """``block_table`` on the device, on the lane's stream."""
-        values = np.ascontiguousarray(block_table, np.int32)
-        key = values.tobytes()
-        found = self._tables.get(key)
-        if found is None:
-            found = torch.from_numpy(values.copy()).pin_memory().to(self.device, non_blocking=True)
-            self._tables[key] = found
-            if len(self._tables) > TABLES:
-                self._tables.popitem(last=False)
-        return found
-
-    def slot(self, size: int) -> tuple[torch.Tensor, int]:
-        """A pinned buffer of at least ``size`` bytes whose last copy has ended, and its number for ``used``."""
-        if len(self._slots) < SLOTS:
-            self._slots.append((pinned(max(size, 1 << 20)), None))
+    def take(self, size: int) -> tuple[torch.Tensor, int]:
+        """A buffer of at least ``size`` bytes, and its number for ``used``."""
+        if len(self._slots) < self._count:
+            self._slots.append((pinned(max(size, self._least)), None))
             return self._slots[-1][0], len(self._slots) - 1
         index = self._next
-        self._next = (index + 1) % SLOTS
+        self._next = (index + 1) % self._count
         buffer, event = self._slots[index]
         if event is not None:
             event.synchronize()
@@ -156,8 +81,19 @@ class _Lane:
         self._slots[index] = (self._slots[index][0], event)
 
 
+class _Lane:
+    """What one thread copies with."""
+
+    def __init__(self, device: str, number: int) -> None:
+        torch.cuda.set_device(device)
+        self.number = number
+        self.stream = torch.cuda.Stream(device)
+        self.frames = _Slots(FRAMES, 1 << 20)
+        self.plans = _Slots(PLANS, 1 << 14)
+
+
 class KvTransfers:
-    """Copies between host memory and the cache from any thread (``relay.transfer.store.StagedStore``'s part of a backend)."""
+    """Copies between frames and the cache from any thread (``relay.transfer.store.StagedStore``'s part of a backend)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -185,59 +121,114 @@ class KvTransfers:
         if known:
             torch.cuda.cudart().cudaHostUnregister(address)
 
-    def stage(
-        self,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        block_table: np.ndarray,
-        first: int,
-        count: int,
-        out: memoryview,
-        layer: int,
-        events: LayerEvents,
-    ) -> Copy:
-        """Begin to copy K then V of ``count`` positions into ``out``, once they are written."""
-        k_cache, v_cache = cache
+    def stage(self, kv: torch.Tensor, one: KvRange, out: Place, events: LayerEvents) -> Moving:
+        """Begin to copy the frame into ``out``, once its layers are written."""
         lane = self._lane()
-        for written in events.of(layer, block_table, first, count):
+        waits = [
+            event
+            for layer in range(one.layer, one.layer + one.layers)
+            for event in events.of(layer, one.block_table, one.first, one.count)
+        ]
+        for written in {id(event): event for event in waits}.values():
             lane.stream.wait_event(written)
         self._follow(lane)
         with torch.cuda.stream(lane.stream):
-            flat = torch.empty(2, count, k_cache.shape[1] * k_cache.shape[3], dtype=k_cache.dtype, device=self._device)
-            copy_kv(k_cache, v_cache, lane.table(block_table), flat, first, store=False)
-            raw = flat.view(torch.uint8).view(-1)
-            direct = self._is_pinned(out)
-            host = None if direct else pinned(raw.numel())
-            target = torch.frombuffer(out, dtype=torch.uint8)[: raw.numel()] if host is None else host
-            target.copy_(raw, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        return Copy(event, host, out)
+            if isinstance(out, Span):
+                sums, event = self._move(lane, kv, [one], out.region.tensor, [out.offset], store=False)
+                return Moving(event, [([0], sums)])
+            flat = torch.empty(_frame_bytes(kv, one), dtype=torch.uint8, device=self._device)
+            host = None if self._is_pinned(out) else pinned(flat.numel())
+            target = torch.frombuffer(out, dtype=torch.uint8)[: flat.numel()] if host is None else host
+            sums, event = self._move(lane, kv, [one], flat, [0], store=False, target=target)
+        return Moving(event, [([0], sums)], host, out)
 
-    def collect(
-        self,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        block_table: np.ndarray,
-        first: int,
-        count: int,
-        data: memoryview,
-    ) -> Ordered:
-        """The inverse: ``data`` may be overwritten on return, and what is queued from then on finds it in the cache."""
-        k_cache, v_cache = cache
-        width = k_cache.shape[1] * k_cache.shape[3]
-        size = 2 * count * width * 2
+    def collect(self, kv: torch.Tensor, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+        """The inverse, for any number of frames: what is queued from now on finds them in the cache.
+
+        Their memory must stay as it is until ``wait``.
+        """
         lane = self._lane()
-        buffer, index = lane.slot(size)
-        buffer.numpy()[:size] = np.frombuffer(data, np.uint8, size)
         self._follow(lane)  # a copy of an aborted transfer into blocks that are this one's now may still be queued
+        spans: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}  # by region: its memory, frames, offsets
+        hosts: list[tuple[int, memoryview]] = []
+        for number, (_, place) in enumerate(frames):
+            if isinstance(place, Span):
+                group = spans.setdefault(id(place.region), (place.region.tensor, [], []))
+                group[1].append(number)
+                group[2].append(place.offset)
+            else:
+                hosts.append((number, place))
+        launches = list(spans.values())
+        sums: list[tuple[list[int], torch.Tensor]] = []
         with torch.cuda.stream(lane.stream):
-            flat = buffer[:size].to(self._device, non_blocking=True).view(k_cache.dtype).view(2, count, width)
-            copy_kv(k_cache, v_cache, lane.table(block_table), flat, first, store=True)
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        lane.used(index, event)
+            buffers: list[int] = []
+            if hosts:
+                launches.append(self._to_device(lane, kv, frames, hosts, buffers))
+            for flat, numbers, offsets in launches:
+                ranges = [frames[number][0] for number in numbers]
+                found, event = self._move(lane, kv, ranges, flat, offsets, store=True)
+                sums.append((numbers, found))
+            for index in buffers:
+                lane.frames.used(index, event)
         with self._lock:
             self._written[lane.number] = self._unseen[lane.number] = event
-        return Ordered()
+        return Moving(event, sums)
+
+    def _to_device(
+        self,
+        lane: _Lane,
+        kv: torch.Tensor,
+        frames: Sequence[tuple[KvRange, Place]],
+        hosts: list[tuple[int, memoryview]],
+        buffers: list[int],
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Frames in host memory, side by side on the device; appends to ``buffers`` what they went through."""
+        sizes = [_frame_bytes(kv, frames[number][0]) for number, _ in hosts]
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + -(-size // 16) * 16)
+        flat = torch.empty(offsets.pop(), dtype=torch.uint8, device=self._device)
+        for (_, data), size, at in zip(hosts, sizes, offsets, strict=True):
+            if self._is_pinned(data):
+                source = torch.frombuffer(data, dtype=torch.uint8)[:size]
+            else:
+                buffer, index = lane.frames.take(size)
+                buffer.numpy()[:size] = np.frombuffer(data, np.uint8, size)
+                buffers.append(index)
+                source = buffer[:size]
+            flat[at : at + size].copy_(source, non_blocking=True)
+            if len(buffers) == FRAMES:  # none may be taken twice before it was used
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                while buffers:
+                    lane.frames.used(buffers.pop(), event)
+        return flat, [number for number, _ in hosts], offsets
+
+    def _move(
+        self,
+        lane: _Lane,
+        kv: torch.Tensor,
+        ranges: list[KvRange],
+        flat: torch.Tensor,
+        offsets: list[int],
+        *,
+        store: bool,
+        target: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """One launch, and the copy of ``flat`` to ``target`` after it: where the sums will be on the host, and the event behind."""
+        plan = Plan(ranges, offsets, kv.shape[4])
+        buffer, index = lane.plans.take(4 * len(plan.words))
+        host = buffer[: 4 * len(plan.words)].view(torch.int32)
+        host.numpy()[:] = plan.words
+        sums = move(kv, flat, plan, host.to(self._device, non_blocking=True, copy=True), store=store)
+        if target is not None:
+            target.copy_(flat, non_blocking=True)
+        answer = pinned(8 * plan.frames).view(torch.int64)
+        answer.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        lane.plans.used(index, event)
+        return answer, event
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """``stream`` waits for all that was copied in so far."""
@@ -267,3 +258,7 @@ class KvTransfers:
             self._local.lane = _Lane(self._device, next(self._numbers))
         lane: _Lane = self._local.lane
         return lane
+
+
+def _frame_bytes(kv: torch.Tensor, one: KvRange) -> int:
+    return one.layers * 2 * one.count * kv.shape[3] * kv.shape[5] * 2

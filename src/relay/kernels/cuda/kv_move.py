@@ -1,0 +1,125 @@
+"""One kernel between the paged cache and frames in the canonical layout [layer][K or V][token][kv_head][dim], either way.
+
+Bytes are moved as 32-bit words, so the type of the cache does not matter; on the way each program adds its words to its frame's
+digest (``relay.kernels.kv_frames`` defines it). One launch serves any number of frames of any number of layers: a frame costs
+eight words of a plan and not a launch. Frames may lie in memory of another process or another GPU: they are only read or written.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from relay.kernels.kv_frames import GOLDEN, MIX, KvRange
+
+TOKENS = 8  # of one program
+FIELDS = 8  # words of a plan that describe one frame: offset, table, first, count, layer, layers, 0, 0
+
+_GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
+_MIX: tl.constexpr = tl.constexpr(MIX)
+
+
+@triton.jit(do_not_specialize=["layer_units", "part_units"])
+def move_kernel(
+    cache,
+    flat,
+    plan,
+    sums,
+    layer_units,
+    part_units,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """TILE tokens of one layer of one frame: into ``flat``, or into the cache where STORE. WORDS: 32-bit words of a head. Units
+    are 16 words, so that the compiler knows what it may load at once.
+    """
+    frame = tl.program_id(2)
+    at = plan + frame * 8
+    offset = tl.multiple_of(tl.load(at), 4).to(tl.int64)
+    table = plan + tl.load(at + 1)
+    first = tl.load(at + 2)
+    count = tl.load(at + 3)
+    layer = tl.load(at + 4)
+    index = tl.program_id(1)
+    tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if (index < tl.load(at + 5)) & (tl.program_id(0) * TILE < count):
+        e = tl.arange(0, ROW)
+        mask = (tokens < count)[:, None] & (e < HEADS * WORDS)[None, :]
+        position = first + tokens
+        block = tl.load(table + position // BLOCK - first // BLOCK, mask=tokens < count, other=0).to(tl.int64)
+        row = block * (HEADS * BLOCK * WORDS) + position % BLOCK * WORDS
+        place = row[:, None] + ((e // WORDS) * (BLOCK * WORDS) + e % WORDS)[None, :]
+        source = cache + (layer + index).to(tl.int64) * layer_units * 16
+        total = tl.zeros((TILE, ROW), tl.uint64)
+        for part in tl.static_range(2):
+            begin = (index * 2 + part).to(tl.int64) * count * (HEADS * WORDS)
+            word = begin + (tokens.to(tl.int64) * (HEADS * WORDS))[:, None] + e[None, :]
+            if STORE:
+                values = tl.load(flat + offset + word, mask=mask, other=0)
+                tl.store(source + part * part_units * 16 + place, values, mask=mask)
+            else:
+                values = tl.load(source + part * part_units * 16 + place, mask=mask, other=0)
+                tl.store(flat + offset + word, values, mask=mask)
+            x = (word.to(tl.uint64) + 1) * _GOLDEN
+            x = (x ^ (x >> 32)) * _MIX
+            x = (x ^ (x >> 32)) | 1
+            counted = (values.to(tl.uint32, bitcast=True).to(tl.uint64) + 1) * x
+            total += tl.where(mask, counted, tl.zeros((TILE, ROW), tl.uint64))
+        tl.atomic_add(sums + frame, tl.sum(tl.sum(total, 1), 0).to(tl.int64, bitcast=True))
+
+
+class Plan:
+    """Frames of one launch as words for the device: a sum of zero each, their descriptions, their block tables."""
+
+    def __init__(self, ranges: Sequence[KvRange], offsets: Sequence[int], block_size: int) -> None:
+        """``offsets`` of the frames in bytes, multiples of 16."""
+        self.frames = len(ranges)
+        self.start = (
+            -(-2 * self.frames // 4) * 4
+        )  # the sums, two words each, then 16 bytes of alignment for what follows
+        self.grid = (
+            max(-(-one.count // TOKENS) for one in ranges),
+            max(one.layers for one in ranges),
+            self.frames,
+        )
+        rows: list[int] = []
+        tables: list[np.ndarray] = []
+        at = self.frames * FIELDS
+        for one, offset in zip(ranges, offsets, strict=True):
+            begin, end = one.first // block_size, (one.first + one.count - 1) // block_size + 1
+            rows += [offset // 4, at, one.first, one.count, one.layer, one.layers, 0, 0]
+            tables.append(np.asarray(one.block_table[begin:end], np.int32))
+            at += end - begin
+        self.words = np.concatenate([np.zeros(self.start, np.int32), np.array(rows, np.int32), *tables]).astype(
+            np.int32
+        )
+
+
+def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, *, store: bool) -> torch.Tensor:
+    """Launch for ``kv`` [layers, 2, blocks, kv_heads, block_size, dim] of a 16-bit type; ``words`` are the plan's on the device.
+
+    ``flat`` is uint8 and holds the frames. Returns the sums, int64 [frames], for ``kv_frames.folded``.
+    """
+    _, _, _, heads, block_size, dim = kv.shape
+    sums = words[: 2 * plan.frames].view(torch.int64)
+    move_kernel[plan.grid](
+        kv.view(torch.int32),
+        flat.view(torch.int32),
+        words[plan.start :],
+        sums,
+        kv.stride(0) // 32,
+        kv.stride(1) // 32,
+        HEADS=heads,
+        WORDS=dim // 2,
+        BLOCK=block_size,
+        TILE=TOKENS,
+        ROW=triton.next_power_of_2(heads * dim // 2),
+        STORE=store,
+    )
+    return sums

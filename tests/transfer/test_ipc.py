@@ -1,0 +1,219 @@
+"""Areas of device memory between two engines: what happens to them when an end goes, and what serves where they cannot be had."""
+
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from relay.kernels.kv_frames import SharingFailed
+from relay.transfer.channel import ChannelClosed
+from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged
+from relay.transfer.frame import FrameError, Handoff
+from relay.transfer.ipc import MOST_AREAS, AreaPool, IpcWire, offer_area, take_area
+from relay.transfer.shm import Descriptor
+from relay.transfer.stream import StreamChannel
+from relay.transfer.transport import WiredTransport
+from relay.transfer.wire import ShmWire
+from tests.transfer.nodes import (
+    SMALL,
+    SOURCE_TABLE,
+    TARGET_TABLE,
+    FakeDevices,
+    announce,
+    eventually,
+    receive_order,
+    send_order,
+)
+from tests.transfer.stores import identity
+from tests.transfer.test_staged import FakeStream
+
+
+class Ends:
+    """P and D that both have an area wire and a ring behind it."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.stores = FakeStream(2, seed=1), FakeStream(2)
+        self.events = [], []
+        self.transports = [
+            WiredTransport(
+                identity(name), store, events.append, [IpcWire("here", devices, 1 << 18), ShmWire("here")], limits=SMALL
+            )
+            for name, store, events in zip("pd", self.stores, self.events, strict=True)
+        ]
+        self.transport = self.transports[1]  # as ``send_order`` looks for addresses
+
+    def run(self, transfer=7):
+        source, target = self.transports
+        target.open_receive(receive_order(transfer=transfer))
+        source.open_send(send_order(self, transfer=transfer))
+        announce(Source(source), transfer=transfer)
+        source.send_handoff(transfer, Handoff(token_id=1))
+        eventually(lambda: len(self.events[0]) == len(self.events[1]) == 1)
+        return self.events[0].pop(), self.events[1].pop()
+
+    def close(self):
+        for transport in self.transports:
+            transport.close()
+        for store in self.stores:
+            store.close()
+
+
+class Source:
+    def __init__(self, transport):
+        self.transport = transport
+
+
+@pytest.fixture
+def devices():
+    return FakeDevices()
+
+
+def test_an_area_carries_kv_and_is_unmapped_at_the_end(devices):
+    ends = Ends(devices)
+    try:
+        sent, got = ends.run()
+        assert (sent.stats.scheme, got.stats.scheme) == ("ipc", "ipc")
+        assert np.array_equal(ends.stores[0].tokens(SOURCE_TABLE, 100), ends.stores[1].tokens(TARGET_TABLE, 100))
+        assert len(devices.opened) == 1
+    finally:
+        ends.close()
+    eventually(lambda: not devices.opened)
+
+
+@pytest.mark.parametrize("problem", ["open", "allocate"])
+def test_where_an_area_cannot_be_had_the_ring_serves(devices, problem, capsys):
+    devices.problem = problem
+    ends = Ends(devices)
+    try:
+        for transfer in (7, 8):
+            sent, got = ends.run(transfer)
+            assert isinstance(got, ReceiveCompleted)
+            assert isinstance(sent, SendAcknowledged)
+            assert sent.stats.scheme == "shm"
+    finally:
+        ends.close()
+    said = capsys.readouterr().err
+    assert said.count("KV over CUDA IPC is not possible") == 1
+    assert {"open": "peer access", "allocate": "out of memory"}[problem] in said
+
+
+def test_bytes_that_change_in_the_area_are_never_decoded(devices):
+    """As by a kernel of a process that was killed, or a stray one: D's own digest says so."""
+    ends = Ends(devices)
+    honest = ends.stores[1].collect
+
+    def collect(frames):
+        for _, place in frames:
+            place.region[place.offset] ^= 1
+        return honest(frames)
+
+    ends.stores[1].collect = collect
+    try:
+        ends.transports[1].open_receive(receive_order())
+        ends.transports[0].open_send(send_order(ends))
+        announce(Source(ends.transports[0]))
+        eventually(lambda: ends.events[1])
+        assert isinstance(ends.events[1][0], ReceiveFailed)
+        assert "damaged KV frame" in ends.events[1][0].reason
+    finally:
+        ends.close()
+
+
+def test_an_area_is_given_out_again_only_once_its_writer_is_gone(devices):
+    pool = AreaPool(devices, 4096, grace_s=0.05)
+    first, _ = pool.take()
+    ours, theirs = (Descriptor(number) for number in os.pipe())
+    pool.retire(first, ours)
+    time.sleep(0.06)
+    second, _ = pool.take()
+    assert second is not first, "its writer may still write"
+    del theirs  # the lease ends: unmapped, or dead
+    third, _ = pool.take()
+    assert third is not first, "what a killed process had queued may still run"
+    time.sleep(0.06)
+    assert pool.take()[0] is first
+
+
+def test_areas_are_bounded(devices):
+    pool = AreaPool(devices, 4096)
+    for _ in range(MOST_AREAS):
+        pool.take()
+    with pytest.raises(SharingFailed, match="in use or quarantined"):
+        pool.take()
+
+
+class Pair:
+    """Both ends of one offer, on threads of their own."""
+
+    def __init__(self, devices, capacity=1 << 16):
+        self.devices = devices
+        ours, theirs = self.sockets = socket.socketpair()
+        self.pool = AreaPool(devices, capacity, grace_s=0)
+        self.raw = theirs
+        self.found = []
+        self.thread = threading.Thread(target=self._offer, args=(StreamChannel(ours, "p", "ipc"),))
+        self.thread.start()
+        self.stream = StreamChannel(theirs, "d", "ipc")
+
+    def _offer(self, stream):
+        try:
+            self.found.append(offer_area(stream, self.pool))
+        except ChannelClosed as error:
+            self.found.append(error)
+
+    def taken(self):
+        sender = take_area(self.stream, self.devices)
+        self.thread.join()
+        return sender, self.found[0]
+
+    def close(self):
+        for end in self.sockets:
+            end.close()
+
+
+@pytest.fixture
+def pair(devices):
+    pair = Pair(devices)
+    yield pair
+    pair.close()
+
+
+def test_p_lets_go_of_the_lease_after_the_area(pair, devices):
+    sender, receiver = pair.taken()
+    area = receiver._area
+    receiver.close()
+    receiver.release()
+    assert pair.pool.take()[0] is not area
+    sender.close()
+    assert pair.pool.take()[0] is not area, "closed is not ended"
+    sender.release()
+    sender.release()
+    assert not devices.opened
+    assert pair.pool.take()[0] is area
+
+
+def test_an_offer_that_p_does_not_answer_is_quarantined(pair):
+    pair.raw.recv(1)
+    pair.raw.close()
+    pair.thread.join()
+    assert isinstance(pair.found[0], ChannelClosed)
+    assert len(pair.pool._quarantined) == 1
+
+
+def test_space_goes_round_and_round(pair):
+    sender, receiver = pair.taken()
+    for number in range(100):
+        size = 64 * (1 + number * 37 % 400)
+        sender.await_room(size)
+        out = sender.reserve_kv(size)
+        out.region[out.offset : out.offset + size] = bytes([number]) * size
+        got = receiver.receive_kv(size)
+        assert got == out
+        receiver.done()
+    os.eventfd_write(receiver._space.number, 1 << 40)
+    with pytest.raises(FrameError, match="more of its area than there is"):
+        sender.has_room(30_000)
