@@ -60,14 +60,6 @@ class Ranks:
         linked: bool = False,
         **numerics: str,
     ) -> None:
-        self,
-        program: Program,
-        weights: Weights,
-        ranks: int,
-        dtype: str = "float32",
-        linked: bool = False,
-        **numerics: str,
-    ) -> None:
         """``linked``: KV of the others goes over their links, as between devices."""
         self.place = MeetingPlace.create(ranks, 256 * 512)
         self.memory = os.memfd_create("test-ranks")
