@@ -5,7 +5,8 @@ backend's launches and steps, without its streams and graphs.
 """
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -318,8 +319,9 @@ class _Area:
         self.tensor = tensor
 
 
-def check_backend(dtype: str = "bfloat16") -> None:
-    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
+@contextmanager
+def without_a_device() -> Iterator[None]:
+    """torch.cuda as the backend sees it, with streams and events that never wait."""
     stand_ins = {
         "is_available": lambda: True,
         "set_device": lambda *_: None,
@@ -340,6 +342,12 @@ def check_backend(dtype: str = "bfloat16") -> None:
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
+        yield
+
+
+def check_backend(dtype: str = "bfloat16") -> None:
+    """The backend's own code: loading, steps, draws, transfers; no graphs."""
+    with without_a_device():
         backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype)
         backend.load(probe_program(), ProbeWeights())
         backend.allocate_kv(32, BLOCK, dtype)

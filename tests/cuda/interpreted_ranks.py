@@ -5,8 +5,14 @@
 
 import functools
 import itertools
+import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,17 +20,23 @@ import torch.multiprocessing as multiprocessing
 
 from relay.kernels import packing
 from relay.kernels.backend import Batch
+from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas, sum_ranks
+from relay.kernels.cuda.rank_share import CudaRankShare
 from relay.kernels.cuda.step import exact_layout, fill, shape_of
 from relay.kernels.probe import ProbeWeights, probe_program
 from relay.kernels.program import Buffer
+from relay.kernels.ranks import calls
+from relay.kernels.ranks.backend import RankedBackend
+from relay.kernels.ranks.follower import obey
 from relay.kernels.ranks.split import fold, split_program
 from relay.kernels.ranks.weights import RankWeights
+from relay.protocol.sampling import SamplingParams
 from tests.cuda import tensor_core_model
-from tests.cuda.interpreted import batch_of
+from tests.cuda.interpreted import batch_of, without_a_device
 
 ROWS = 32
 BLOCK, BLOCKS = 16, 16
@@ -102,6 +114,103 @@ def add(rank: int, ranks: int, areas: list[torch.Tensor], flags: list[torch.Tens
     answers.put((rank, x.float().numpy(), torch.equal(x.float(), want)))
 
 
+class FileMemory:
+    """Stands for the driver: memory that other processes open by name."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._name = folder, f"rank{rank}"
+
+    def allocate(self, size: int) -> SimpleNamespace:
+        return self._map(self._name, size, "w+")
+
+    def handle(self, area: SimpleNamespace) -> bytes:
+        return self._name.encode()
+
+    def open(self, handle: bytes, size: int) -> SimpleNamespace:
+        return self._map(handle.decode(), size, "r+")
+
+    def _map(self, name: str, size: int, mode: Any) -> SimpleNamespace:
+        return SimpleNamespace(tensor=torch.from_numpy(np.memmap(f"{self._folder}/{name}", np.uint8, mode, shape=size)))
+
+
+@contextmanager
+def share_of(rank: int, folder: str) -> Iterator[CudaRankShare]:
+    """A share on no device whose numerics nobody computes."""
+    with (
+        without_a_device(),
+        mock.patch("relay.kernels.cuda.rank_share.DeviceMemory", return_value=FileMemory(folder, rank)),
+        mock.patch.object(CudaBackend, "numerics", return_value={"name": "stand-in"}),
+    ):
+        yield CudaRankShare(CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False), "cpu", 2, rank, 32, 4)
+
+
+def follow(link: Any, folder: str) -> None:
+    """The second rank of ``check_worker``, as ``relay.worker.rank_process`` lives."""
+    tensor_core_model.install()
+    with share_of(1, folder) as share:
+        share.load(probe_program(), ProbeWeights())
+        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics(), share.handle())))
+        obey(share, link, 0, 1)
+
+
+def check_worker() -> None:
+    """A whole worker of two ranks: loading, meeting, steps ahead, a chunk that samples nothing, KV of both ranks, the end."""
+    tensor_core_model.install()
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder, share_of(0, folder) as share:
+        process = multiprocessing.get_context("spawn").Process(target=follow, args=(theirs, folder))
+        process.start()
+        theirs.close()
+        watch = SimpleNamespace(start=lambda: None, stop=lambda: None)
+        backend = RankedBackend(share, [ours], 0, watch)
+        program, stop = probe_program(), len(probe_program().ops)
+        backend.load(program, ProbeWeights())
+        assert backend.kv_blocks_that_fit(BLOCK, 0.9) > 0
+        backend.allocate_kv(BLOCKS, BLOCK, "bfloat16")
+        prompt = TOKENS
+        for slot in (0, 1):
+            backend.bind_slot(slot, SamplingParams(max_tokens=9, temperature=0.9, seed=4), 0, prompt, [])
+        first = batch_of([(prompt[:5], 0, [3, 1], 0)])
+        first.sampled_rows = first.sampled_rows[:0]
+        backend.run(0, stop, first)
+        second = batch_of([(prompt[5:], 5, [3, 1], 0), (prompt, 0, [7, 2], 1)])
+        second.capture_logits = True
+        start = 0
+        for end in [*program.sink_points, stop]:
+            backend.run(start, end, second)
+            start = end
+        third = batch_of([([-1], 9, [3, 1], 0), ([-1], 9, [7, 2], 1)])
+        third.capture_logits = True
+        backend.run(0, stop, third)
+        a, b = backend.sample(second)
+        logits = backend.logits().copy()
+        assert a == b
+        assert np.array_equal(logits[0], logits[1]), "a chunk and a whole prompt differ"
+        again = backend.sample(third)
+        assert again[0] == again[1]
+        assert np.array_equal(*backend.logits())
+        assert backend.kv_bytes_per_token_layer() == 2 * 2 * 32 * 2
+        found = []
+        for table in ([3, 1], [7, 2]):
+            for layer in range(2):
+                raw = bytearray(9 * backend.kv_bytes_per_token_layer())
+                backend.read_kv(layer, np.array(table, np.int32), 0, 9, memoryview(raw))
+                backend.write_kv(layer, np.array([table[0] + 5, 4], np.int32), 0, 9, memoryview(raw))
+                found.append(bytes(raw))
+        assert found[:2] == found[2:], "KV differs"
+        assert all(any(raw) for raw in found)
+        moved = batch_of([([a.token_id], 9, [8, 4], 0), ([a.token_id], 9, [12, 4], 1)])
+        moved.capture_logits = True
+        backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, prompt, [a.token_id])
+        backend.run(0, stop, moved)
+        backend.sample(moved)
+        assert np.array_equal(*backend.logits()), "KV that was written by the ranks' links differs"
+        assert share._ranks == 2
+        backend.close()
+        process.join(20)
+        assert process.exitcode == 0
+
+
 def together(task: Any, ranks: int) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     areas = [torch.full((1 << 15,), float("nan"), dtype=torch.bfloat16).share_memory_() for _ in range(ranks)]
@@ -119,6 +228,9 @@ def together(task: Any, ranks: int) -> list[Any]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        check_worker()
+        sys.exit()
     count = int(sys.argv[1])
     sums = together(add, count)
     assert all(equal for _, _, equal in sums)
