@@ -7,9 +7,11 @@ EXTRAS ?= dev
 ARGS ?=
 
 # Arguments for `relay chaos`
-CHAOS ?= --requests 170 --faults 75 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3
+CHAOS ?= --requests 170 --faults 75 --seeds 3 --shape 1P+2D --shape 2P+2D --shape 1P+3D --shape 3 --trace build/chaos/traces
+CHAOS_GATEWAYS ?= --gateways 2 --requests 75 --faults 30 --seed 1 --shape 1P+2D --shape 3
+CHAOS_NETNS ?= --netns --gateways 2 --requests 75 --faults 30 --seed 1 --shape 1P+2D --shape 3
 
-.PHONY: serve test check lint types contract verify sim sim-fresh chaos bench tables clean
+.PHONY: serve test check lint types contract verify sim sim-fresh chaos chaos-gateways chaos-netns resume bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
@@ -46,6 +48,21 @@ sim-fresh: $(VENV)/.base
 # The full run of docs/failure-model.md, some 20 minutes. What passed is kept under build/chaos: an interrupted run goes on there.
 chaos: $(VENV)/.base
 	$(BIN)/relay chaos $(CHAOS) --keep build/chaos --output benchmarks/results/cpu/chaos.json
+	$(BIN)/python -m benchmarks.tables
+
+# The same with two gateways that are killed and stopped too: some 4 minutes.
+chaos-gateways: $(VENV)/.base
+	$(BIN)/relay chaos $(CHAOS_GATEWAYS) --keep build/chaos-gateways --output benchmarks/results/cpu/chaos_gateways.json
+	$(BIN)/python -m benchmarks.tables
+
+# And with packets that are lost: where that is impossible (no root, no nft) one line says so, and nothing is done.
+chaos-netns: $(VENV)/.base
+	@$(BIN)/relay chaos $(CHAOS_NETNS) --keep build/chaos-netns --output benchmarks/results/cpu/chaos_netns.json; \
+	  status=$$?; if [ $$status -eq 8 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; $(BIN)/python -m benchmarks.tables
+
+# Time to resume, alone on the machine: some 10 minutes.
+resume: $(VENV)/.base
+	$(BIN)/python -m benchmarks.resume --json benchmarks/results/cpu/resume.json
 	$(BIN)/python -m benchmarks.tables
 
 # The figures of docs/benchmarks.md; peers (transformers serve) are measured in the same run where installed.

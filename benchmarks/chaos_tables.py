@@ -44,10 +44,35 @@ def summary(chaos: dict[str, Any], number: Callable[..., str]) -> str:
     seeds = len({cell["seed"] for cell in chaos["cells"]})
     signals = ", ".join(f"{count:,} {name}" for name, count in chaos["signals"].items() if name != "SIGCONT")
     calm = chaos["calm"]
+    struck = {"prefill": "no P", "decode": "no D", "both": "no worker at all"}
+    left = ", ".join(f"{struck[role]} {count} times" for role, count in chaos.get("roles_struck", {}).items())
+    more = f" Faults left {left}." if left else ""
+    if reposted := chaos.get("reposted"):
+        more += f" {reposted:,} answers went on at another gateway."
+    if lost := sum(chaos.get("packets_lost", {}).values()):
+        more += f" {lost:,} packets were lost."
+    if recordings := chaos.get("replayed", {}).get("recordings"):
+        more += f" {chaos['replayed']['replayed']:,} of {recordings:,} recordings replayed to the same decisions."
     return (
         f"{chaos['requests']:,} requests on clusters of {shapes}, {seeds} seeds each; {sum(chaos['faults'].values()):,} faults of "
         f"{len(chaos['faults'])} kinds ({signals}). **{chaos['identical']:,} answers identical to the calm run, "
-        f"{chaos['different']} different, {chaos['failed']} failed, {chaos['leaked']} leaks.** The median resume had "
+        f"{chaos['different']} different, {chaos['failed']} failed, {chaos['leaked']} leaks.**{more} The median resume had "
         f"{number(calm['resumed_tokens_p50'])} tokens to compute again; without faults and alone on the machine these and one "
         f"step take {number(calm['reprefill_and_step_ms_p50'])} ms."
     )
+
+
+def measured_table(resume: dict[str, Any], table: Callable[..., str], number: Callable[..., str]) -> str:
+    """What one client waits, beside what the wait is made of."""
+    rows = []
+    for shape, kinds in resume["shapes"].items():
+        for kind, row in kinds.items():
+            names = ("detect_ms", "resume_ms", "reprefill_and_step_ms", "beyond_reprefill_ms")
+            times = [number(row[name][share]) for name in names for share in ("p50", "p99")]
+            rows.append([f"{shape}: {kind}", str(row["n"]), str(row["identical"]), *times])
+    waits = [
+        f"{name}{share}"
+        for name in ("detected, ms, ", "next token, ms, ", "re-prefill and step, ms, ")
+        for share in ("p50", "p99")
+    ]
+    return table(["", "trials", "identical", *waits, "next token less re-prefill, ms, p50", "p99"], rows)

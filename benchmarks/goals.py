@@ -42,6 +42,26 @@ def _ratio(figure: str) -> Callable[[dict[str, Any]], dict[str, float]]:
     }
 
 
+RESUME_SHAPES = {"split": "1P+2D", "colocated": "3"}
+
+
+def _resume(figure: str, share: str, *kinds: str, less: str = "") -> Callable[[dict[str, Any]], dict[str, float]]:
+    """The worst of ``kinds``, by ``less`` the median of another figure."""
+
+    def read(resume: dict[str, Any]) -> dict[str, float]:
+        found = {}
+        for shape, name in RESUME_SHAPES.items():
+            rows = [resume["shapes"][name][kind] for kind in kinds if name in resume["shapes"]]
+            if rows:
+                found[shape] = max(row[figure][share] - (row[less]["p50"] if less else 0.0) for row in rows)
+        return found
+
+    return read
+
+
+KILLS = ("SIGKILL while it decodes", "SIGKILL in its prompt")
+BEYOND = "beyond_reprefill_ms"
+
 GOALS = (
     Goal("`relay serve` with a cached model ready, s", "serve", 3.0, True, lambda r: _shapes(r["ready_s"])),
     Goal("a killed worker ready again, s", "serve", 1.0, True, lambda r: _shapes(r.get("restart_ready_s", {}))),
@@ -81,5 +101,27 @@ GOALS = (
         1e-4,
         True,
         lambda r: {"": r["max_relative_error"]},
+    ),
+    Goal("a killed worker noticed, ms, p99", "resume", 5.0, True, _resume("detect_ms", "p99", *KILLS)),
+    Goal(
+        "next token after a kill less a re-prefill and a step, ms, p50",
+        "resume",
+        0.0,
+        True,
+        _resume("resume_ms", "p50", *KILLS, less="reprefill_and_step_ms"),
+    ),
+    Goal(
+        "next token after a SIGSTOP of the engine less a re-prefill, ms, p99",
+        "resume",
+        1500.0,
+        True,
+        _resume(BEYOND, "p99", "SIGSTOP of its engine"),
+    ),
+    Goal(
+        "next token after a SIGSTOP of engine and agent less a re-prefill, ms, p99",
+        "resume",
+        2500.0,
+        True,
+        _resume(BEYOND, "p99", "SIGSTOP of engine and agent"),
     ),
 )

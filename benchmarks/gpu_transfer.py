@@ -13,6 +13,7 @@ import multiprocessing
 import queue
 import statistics
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -38,6 +39,7 @@ from relay.transfer.frame import Handoff
 BLOCK = 64
 CHUNK = 2048
 TICK_S = 0.2
+PATIENCE_S = 60
 
 
 class End:
@@ -77,7 +79,7 @@ class End:
             if scheme == "ipc"
             else open_wires(scheme, host_identity(), ring_bytes=flow.ring_bytes)  # type: ignore[arg-type]
         )
-        return WiredTransport(
+        transport = WiredTransport(
             Identity(self.name, 1, "digest", "numerics", self.layout),
             self.backend,
             self.events.put,
@@ -86,6 +88,19 @@ class End:
             checksum=crc32c,
             clock=MonotonicClock(),
         )
+        self._over = threading.Event()
+        threading.Thread(target=self._tick, args=(transport, self._over), daemon=True).start()
+        return transport
+
+    def close(self, transport: Any) -> None:
+        self._over.set()
+        transport.close()
+
+    @staticmethod
+    def _tick(transport: Any, over: threading.Event) -> None:
+        """As the worker's shell does, whatever the computing thread is at."""
+        while not over.wait(TICK_S):
+            transport.tick(time.monotonic_ns())
 
     def table(self, turn: int, tokens: int) -> np.ndarray:
         count = -(-tokens // BLOCK)
@@ -112,22 +127,10 @@ def decode_side(layers: int, most: int, device: str, pipe: Any) -> None:
             table = end.table(transfer % 3, tokens)
             transport.open_receive(ReceiveOrder(transfer, 0, "p", 1, 0, tokens, tuple(table.tolist())))
             pipe.send("open")
-            event = wait(end, transport)
+            event = end.events.get(timeout=PATIENCE_S)
             pipe.send((time.monotonic_ns(), isinstance(event, ReceiveCompleted), str(event)))
         pipe.send(end.digests(table, tokens))
-        transport.close()
-
-
-def wait(end: End, transport: Any) -> Any:
-    """The next event; the transport's clock goes on meanwhile."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return end.events.get(timeout=TICK_S)
-        except queue.Empty:
-            transport.tick(time.monotonic_ns())
-            if time.monotonic() > deadline:
-                raise
+        end.close(transport)
 
 
 def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str,
         if kind != "alone":
             transport.send_handoff(trial, Handoff(token_id=drawn_tokens[0].token_id))
             there, complete, text = pipe.recv()
-            event = wait(end, transport)
+            event = end.events.get(timeout=PATIENCE_S)
             assert complete, text
             assert isinstance(event, SendAcknowledged), str(event)
             sent = (table, event.stats)
@@ -182,7 +185,7 @@ def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str,
             found[kind].append(((drawn - begin) / 1e6, (there - drawn) / 1e6))
     pipe.send(None)
     same = pipe.recv() == end.digests(sent[0], tokens)
-    transport.close()
+    end.close(transport)
 
     def median(kind: str, index: int) -> float:
         return round(statistics.median(pair[index] for pair in found[kind]), 3)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chaos_tables
+from benchmarks import chaos_tables, kv_tables
 from benchmarks.goals import GOALS, SHAPES, Results
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,11 @@ COMMANDS = {
     "gateway_core": "python -m benchmarks.gateway_core --json benchmarks/results/gateway_core.json",
     "api_hot_path": "python -m benchmarks.api_hot_path --json benchmarks/results/api_hot_path.json",
     "chaos": "make chaos",
+    "chaos_gateways": "make chaos-gateways",
+    "chaos_netns": "make chaos-netns",
+    "resume": "make resume",
+    "kv_float32": "python -m benchmarks.kv float32",
+    "kv_bfloat16": "python -m benchmarks.kv bfloat16",
     "scheduler": "python -m benchmarks.scheduler --json benchmarks/results/scheduler.json",
     "correctness": "python -m benchmarks.correctness --json benchmarks/results/correctness.json",
 }
@@ -242,6 +247,20 @@ def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
     return "\n".join(parts).rstrip() or "No GPU results are committed."
 
 
+def kv_text(results: Results) -> str:
+    """Everything about KV transfer that was measured."""
+    names = [name for name in ("kv_float32", "kv_bfloat16") if name in results]
+    documents = [results[name] for name in names]
+    parts = [missing(name) for name in ("kv_float32", "kv_bfloat16") if name not in results]
+    if documents:
+        parts += [kv_tables.goals_table(documents, table), kv_tables.rows_table(documents, table, number)]
+        parts += [kv_tables.ceilings_table(documents, table, number)]
+        parts += [kv_tables.full_text(document, number) for document in documents if "backpressure" in document]
+        parts += [kv_tables.pictures(results["kv_float32"])] if "kv_float32" in results else []
+        parts += [provenance(document) for document in documents]
+    return "\n\n".join(parts)
+
+
 def sections(results: Results) -> dict[str, str]:
     """The text between each pair of markers."""
 
@@ -258,19 +277,26 @@ def sections(results: Results) -> dict[str, str]:
         "kernels": one("kernels", kernels_table),
         "correctness": one("correctness", correctness_text),
         "gpu": gpu_tables(),
+        "kv": kv_text(results),
     }
 
 
 def chaos_sections(results: Results) -> dict[str, str]:
     """The text between the markers of docs/failure-model.md."""
-    if "chaos" not in results:
-        return {"chaos": missing("chaos"), "chaos-moments": missing("chaos"), "chaos-resume": missing("chaos")}
-    chaos = results["chaos"]
-    return {
-        "chaos": f"{chaos_tables.summary(chaos, number)}\n\n{provenance(chaos)}",
-        "chaos-moments": chaos_tables.fault_table(chaos, table),
-        "chaos-resume": chaos_tables.resume_table(chaos, table, number),
-    }
+    sections = {name: missing("chaos") for name in ("chaos", "chaos-moments", "chaos-resume")}
+    if "chaos" in results:
+        chaos = results["chaos"]
+        sections["chaos-moments"] = chaos_tables.fault_table(chaos, table)
+        sections["chaos-resume"] = chaos_tables.resume_table(chaos, table, number)
+    for name in ("chaos", "chaos_gateways", "chaos_netns"):
+        found = results.get(name)
+        text = f"{chaos_tables.summary(found, number)}\n\n{provenance(found)}" if found else missing(name)
+        sections[name.replace("_", "-")] = text
+    resume = results.get("resume")
+    sections["resume"] = (
+        f"{chaos_tables.measured_table(resume, table, number)}\n\n{provenance(resume)}" if resume else missing("resume")
+    )
+    return sections
 
 
 def readme_figures(results: Results) -> str:

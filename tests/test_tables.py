@@ -74,10 +74,60 @@ def test_the_failure_model_shows_what_chaos_reported(tmp_path: Path) -> None:
     assert text != tables.pages({"chaos": chaos_result(1)}, tmp_path)[page]
 
 
+def kv_result(*, hidden_share: float, slowdown: float) -> dict[str, object]:
+    row = {
+        "transport": "shm",
+        "kv_cache_dtype": "float32",
+        "tokens": 2048,
+        "bytes": 94_371_840,
+        "prefill_s": 2.5,
+        "baseline_exposed_s": 0.0125,
+        "exposed_s": 0.0001,
+        "exposed_p90_s": 0.0004,
+        "noise_s": 0.00002,
+        "below_noise": False,
+        "hidden_share": hidden_share,
+        "prefill_slowdown": slowdown,
+        "send_cpu_s": 0.0121,
+        "receive_cpu_s": 0.0114,
+        "burst_gb_s": 7.25,
+        "burst_of_ceiling": 0.84,
+    }
+    full = {"probes": 60, "refused_full": 12, "parked": 11, "failed_requests": 0}
+    full |= {"ttft_p99_full_s": 0.3, "ttft_p99_free_s": 0.25, "ttft_p99_ratio": 1.2}
+    return {
+        "command": "python -m benchmarks.kv float32",
+        "commit": "0123abc",
+        "machine": {"processor": "a processor", "cores": 2},
+        "rows": [row],
+        "ceilings": [
+            {"ceiling": "two memcpys", "checksum": checked, "gb_s": 9.5 - checked} for checked in (False, True)
+        ],
+        "backpressure": full,
+    }
+
+
+def test_kv_transfer_is_shown_with_its_goals_and_pictures(tmp_path: Path) -> None:
+    copy_of_pages(tmp_path)
+    results = {"kv_float32": kv_result(hidden_share=0.992, slowdown=0.04)}
+    text = tables.pages(results, tmp_path)[tmp_path / "docs" / "benchmarks.md"]
+    for line in (
+        "| hidden, shm, float32 | ≥ 99 % or below noise | 99.2 % met |",
+        "| prefill slowed, shm, float32 | ≤ 3 % | +4.0 % **missed** |",
+        "| D full: first tokens of others, p99, to D free | ≤ 1.1 | 1.20 **missed** |",
+        "| two memcpys | 9.50 | 8.50 |",
+        "](images/kv-timeline-shm.svg)",
+    ):
+        assert line in text
+    assert "12.50 | 0.10 | 0.40 | 99.2 % | +4.0 % | 12.1 + 11.4 | 7.25 | 0.84 |" in text
+    assert tables.COMMANDS["kv_bfloat16"] in text  # its result is missing
+
+
 def test_a_missing_result_names_its_command() -> None:
     bodies = tables.sections({})
     for name in ("serve", "kernels", "scheduler", "correctness"):
         assert tables.COMMANDS[name] in bodies[name]
+    assert tables.COMMANDS["kv_float32"] in bodies["kv"]
     assert tables.COMMANDS["serve"] in tables.readme_figures({})
 
 

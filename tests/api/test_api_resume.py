@@ -194,6 +194,7 @@ def test_a_plain_answer_is_the_same_bytes_of_text_again(client: httpx.Client) ->
         (KEY | {"last-event-id": "-1"}, "invalid_header"),
         (KEY | {"last-event-id": "1,2"}, "invalid_header"),
         (KEY | {"last-event-id": "9999999999"}, "invalid_header"),
+        (KEY | {"last-event-id": "999999"}, "invalid_header"),
         ({"idempotency-key": ""}, "invalid_header"),
         ({"idempotency-key": "k" * 256}, "invalid_header"),
     ],

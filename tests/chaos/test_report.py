@@ -17,6 +17,7 @@ SETTINGS = ChaosSettings(requests=3, faults=2, seeds=(1,), shapes=(SHAPE,))
 
 def cell(**values) -> CellResult:
     result = CellResult("1P+2D", 1, 3, identical=3, faults={"kill_both": 2}, signals={"SIGKILL": 4})
+    result.roles_struck = {"decode": 1}
     result.moments = {"kill_both": {"decoding": 3}}
     result.resume_ms = {"kill_both": [10.0, 30.0, 20.0]}
     result.resumed_tokens = [100, 0, 300]
@@ -73,6 +74,7 @@ def test_cells_add_up():
     assert (document["requests"], document["identical"], document["failed"], document["leaked"]) == (6, 5, 1, 2)
     assert document["faults"] == {"kill_both": 4}
     assert document["signals"] == {"SIGKILL": 8}
+    assert document["roles_struck"] == {"decode": 2}
     assert document["moments"] == {"kill_both": {"decoding": 6}}
     assert document["resume_ms"] == {"n": 6, "p50": 20.0, "p99": 30.0}
     assert document["by_kind"]["kill_both"]["detect_ms"] == {"n": 0, "p50": None, "p99": None}

@@ -33,9 +33,9 @@ def byte_level_alphabet() -> list[str]:
     return [table[byte] for byte in range(256)]
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, positions: int = 1024) -> Path:
     """A random Llama with a byte tokenizer: ids 0..2 are special, byte b is 3 + b."""
-    write_folder(folder, config_json(vocab_size=320, max_position_embeddings=1024))
+    write_folder(folder, config_json(vocab_size=320, max_position_embeddings=positions))
     names = ["<unk>", "<s>", "</s>"]
     vocab = {name: index for index, name in enumerate(names)} | {
         text: 3 + byte for byte, text in enumerate(byte_level_alphabet())

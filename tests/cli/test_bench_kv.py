@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.cli.serving import ENVIRONMENT, write_tiny_model
 
-from relay.bench.kv import percentile
+from relay.bench.kv import LEAST_RUNS, percentile, ratios
 
 ROW = {
     *("transport", "tokens", "bytes", "wire_s", "exposed_s", "exposed_p90_s", "noise_s"),
@@ -25,7 +25,8 @@ def bench(*arguments):
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     model = write_tiny_model(folder / "tiny")
-    arguments = ("--offline", "--cache-dir", folder / "cache", "--tokens", "40,200", "--runs", "2", "--probes", "0")
+    arguments = ("--offline", "--cache-dir", folder / "cache", "--tokens", "40,200", "--runs", "9", "--seconds", "0")
+    arguments += ("--probes", "0")
     done = bench(model, "--json", *arguments, "--chart", folder / "charts")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder / "charts"
@@ -39,6 +40,11 @@ def test_a_row_for_every_length_transport_and_dtype(result):
         assert set(row) >= ROW
         assert row["wire_s"] > 0
         assert row["burst_gb_s"] > 0
+        assert row["ceiling_gb_s"] > 0
+        assert row["burst_of_ceiling"] > 0
+        assert row["send_cpu_s"] > 0
+        assert row["receive_cpu_s"] > 0
+        assert row["runs"] == LEAST_RUNS  # as none may begin within no time
         assert row["hidden_share"] == pytest.approx(1 - row["exposed_s"] / row["baseline_exposed_s"])
         assert row["below_noise"] == (abs(row["exposed_s"]) <= row["noise_s"])
     sizes = {(row["tokens"], row["kv_cache_dtype"]): row["bytes"] for row in rows}
@@ -76,6 +82,12 @@ def test_bad_arguments_are_one_line(tmp_path, arguments, text):
     assert text in done.stderr
     assert done.stderr.splitlines()[-1].startswith("relay: ")
     assert "Traceback" not in done.stderr
+
+
+def test_ratios_are_of_what_was_measured_together():
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    with pytest.raises(ValueError, match="longer"):
+        ratios([1.0], [1.0, 2.0])
 
 
 def test_percentile_is_nearest_rank():

@@ -128,6 +128,12 @@ def test_a_worker_that_rounds_differently_is_noticed(model, cache):
         (["--seed", "1", "--seeds", "2"], "--seeds"),
         (["--shape", "3", "--shape", "3"], "twice"),
         (["--backend", "abacus"], "abacus"),
+        (["--kinds", ","], "--kinds"),
+        (["--output", "/no/such/folder/report.json"], "--output"),
+        (["--trace", "/dev/null/traces"], "--trace"),
+        (["--keep", "/dev/null/cells"], "--keep"),
+        (["--kv-cache-memory", "much"], "'much' is not a size"),
+        (["--threads", "-1"], "--threads"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(arguments, word):
@@ -140,7 +146,8 @@ def test_mistakes_are_one_line_and_exit_2(arguments, word):
 
 def test_a_model_that_is_not_there_ends_with_its_own_error(tmp_path):
     ended = chaos(str(tmp_path / "nothing"), "--offline")
-    assert ended.returncode != 0
+    assert ended.returncode == 3
+    assert ended.stderr.count("relay: ") == 1
     assert ended.stderr.splitlines()[-1].startswith("relay: ")
     assert "nothing" in ended.stderr
 

@@ -160,3 +160,9 @@ def test_every_gateway_can_have_something_between_it_and_its_workers():
     assert ServeConfig("m").worker_addresses == []
     two = ServeConfig("m", gateways=2, worker_port=9000, worker_address="tcp://127.0.0.1:1,tcp://127.0.0.1:2")
     assert two.worker_addresses == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_the_flag_that_is_wrong_is_the_one_that_is_named(tokens):
+    with pytest.raises(UsageError, match=f"--max-num-batched-tokens must be .* not {tokens}"):
+        WorkerConfig.of("cpu", max_num_batched_tokens=tokens)

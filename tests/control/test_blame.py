@@ -4,13 +4,14 @@ import pytest
 from fake_worker import next_token
 from world import World
 
-from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import ChoiceState, WorkerState
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
+    Accept,
     ComputedRow,
     EngineExited,
     Heartbeat,
@@ -256,6 +257,40 @@ def test_a_hang_that_is_not_noticed_yet_does_not_spread() -> None:
     world.now_ns += SECOND // 20  # its back-off
     world.handle(e.WorkerMessage(hung[0], Heartbeat(2, "ready", 0, "S")))
     assert choice.state is ChoiceState.PLACED, "the first was only slow"
+    world.settle()
+    assert world.clients[1].finished
+
+
+def test_a_step_left_behind_may_hang_before_anything_speaks_against_it() -> None:
+    """`relay sim --seed 738445597412 --directed "kv_corrupt:last token sent"`: the KV connection failed while the prompt hung P, so
+    it went to another P and hung that; its hedge hung a third, before heartbeats said whose steps were so long.
+    """
+    world = World(first, [("p", "prefill"), ("q", "prefill"), ("d", "decode"), ("e", "decode")]).ready()
+    world.submit(LONG)
+    request = world.core.state.requests[1]
+    choice = request.choices[0]
+    workers = world.core.state.workers
+    hung = []
+    for number in (1, 2):
+        (attempt,) = choice.attempts
+        world.handle(e.WorkerMessage(attempt.decode.key, Accept(1, 0, number, attempt.transfer, 0)))
+        hung.append(attempt.prefill)
+        if number == 1:
+            hung[0].suspect = True  # else it would be asked again
+            world.handle(e.WorkerMessage(attempt.decode.key, SequenceFailed(1, 0, 1, "transfer: checksum", True)))
+            world.handle(e.WorkerMessage(hung[0].key, Heartbeat(3, "stepping", 90, "R")))
+    assert hung[0] is not hung[1]
+    assert request.suspicion.total == 0
+    attempt.prefill.slow = True
+    hedger = world.core._hedger
+    assert not hedger._deserves_one(attempt, attempt.prefill)
+    world.handle(e.WorkerMessage(attempt.decode.key, SequenceFailed(1, 0, 2, "transfer: checksum", True)))
+    world.now_ns += SECOND // 20  # its back-off
+    world.handle(e.WorkerMessage(hung[0].key, Heartbeat(3, "stepping", 190, "R")))
+    assert choice.state is ChoiceState.WAITING, "a third engine must wait for what becomes of two"
+    world.handle(e.WorkerMessage(hung[0].key, Heartbeat(4, "ready", 0, "S")))
+    assert choice.state is ChoiceState.PLACED, "the first was only slow"
+    assert {worker.id for worker in workers.values() if worker.lingering} == {hung[1].id}
     world.settle()
     assert world.clients[1].finished
 

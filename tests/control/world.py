@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from fake_worker import FakeWorker, oracle
 
-from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import ModelInfo, RequestFailure, Submission
 from relay.control.core import GatewayCore
 from relay.control.invariants import violations
+from relay.control_config import ControlConfig
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Drained, EngineExited, Heartbeat, Message, SequenceFailed, Work
 from relay.protocol.sampling import SamplingParams
@@ -160,6 +160,9 @@ class World:
         agent: list[e.Event] = [e.ConnectionLost(key, "agent", "EOF")]
         if signal != 9:
             agent.insert(0, e.WorkerMessage(key, EngineExited(None, signal, *manifest)))
+        if self.pick(2):  # its agent is told before the kernel has closed anything
+            agent.insert(0, e.WorkerMessage(key, Heartbeat(0, "ready", 0, "X")))
+            engine_first = False
         engine: list[e.Event] = [e.ConnectionLost(key, "engine", "EOF")]
         self.endings[key] = (engine + agent if engine_first else agent + engine) + [e.LauncherExited(key, None, signal)]
 

@@ -7,8 +7,8 @@ backend's launches and steps, without its streams and graphs.
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
@@ -324,8 +324,9 @@ class _Area:
         self.tensor = tensor
 
 
-def pretend_device(stack: ExitStack) -> None:
-    """Streams and events that never wait, in place of a device's."""
+@contextmanager
+def without_a_device() -> Iterator[None]:
+    """torch.cuda as the backend sees it, with streams and events that never wait."""
     stand_ins = {
         "is_available": lambda: True,
         "set_device": lambda *_: None,
@@ -339,20 +340,19 @@ def pretend_device(stack: ExitStack) -> None:
         "Stream": _Waits,
         "Event": _Waits,
     }
-    stack.enter_context(mock.patch.multiple(torch.cuda, **stand_ins))
-    for patch in (
+    with (
+        mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
-        stack.enter_context(patch)
+        yield
 
 
 def check_backend(dtype: str = "bfloat16", quantized: bool = False) -> None:
-    """The backend's own code with streams and events that never wait: loading, steps, draws, transfers; no graphs."""
-    with ExitStack() as stack:
-        pretend_device(stack)
+    """The backend's own code: loading, steps, draws, transfers; no graphs."""
+    with without_a_device():
         backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype, quantized=quantized)
         assert not quantized or not backend._device.layers
         backend.load(probe_program(), ProbeWeights())
@@ -460,26 +460,34 @@ def check_transfer() -> None:
     """The benchmark of transfers, both ends in one process: backends, wires and kernels as they are, KV equal at the end."""
     from benchmarks import gpu_transfer
 
+    from relay.transfer.contract import TransferLimits
+    from relay.worker.device import Flow
+
     config = ModelConfig(
-        architecture="llama", vocab=50, hidden=64, intermediate=96, num_layers=3, num_heads=4, num_kv_heads=2,
+        architecture="llama", vocab=50, hidden=64, intermediate=96, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=32, rms_eps=1e-5, max_positions=64, rope=RopeConfig(theta=1e4), tied_embeddings=False,
     )  # fmt: skip
+    minute = 60_000_000_000
+    patient = TransferLimits(
+        512, 8192, 1 << 16, lease_ns=minute, open_lease_ns=minute, stall_ns=minute, join_bytes=4096
+    )
     with ExitStack() as stack:
-        pretend_device(stack)
-        stack.enter_context(mock.patch.multiple(gpu_transfer, LLAMA_8B=config, BLOCK=16, CHUNK=32))
+        stack.enter_context(without_a_device())
+        stack.enter_context(mock.patch.multiple(gpu_transfer, LLAMA_8B=config, BLOCK=16, CHUNK=16))
         stack.enter_context(mock.patch("relay.kernels.cuda.ipc.DeviceMemory", _OneProcess))
         stack.enter_context(mock.patch.object(gpu_transfer.End, "warm"))
         stack.enter_context(mock.patch.object(KvTransfers, "register"))
         stack.enter_context(mock.patch.object(LinearLayer, "test"))
         stack.enter_context(mock.patch.object(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__)))
+        stack.enter_context(mock.patch("relay.worker.device.flow_of", return_value=Flow(8 << 20, patient)))
         ours, theirs = multiprocessing.Pipe()
-        target = threading.Thread(target=gpu_transfer.decode_side, args=(3, 40, "cpu", theirs), daemon=True)
+        target = threading.Thread(target=gpu_transfer.decode_side, args=(2, 24, "cpu", theirs), daemon=True)
         target.start()
-        end = gpu_transfer.End("p", 3, 40, "cpu")
+        end = gpu_transfer.End("p", 2, 24, "cpu")
         assert ours.recv() == "loaded"
         end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
-        for scheme in ("ipc", "shm", "tcp"):
-            found = gpu_transfer.row(end, ours, scheme, 40, 1)
+        for scheme in ("ipc", "shm"):
+            found = gpu_transfer.row(end, ours, scheme, 24, 1)
             assert found["kv_equal"]
             assert found["scheme_used"] == scheme
         ours.send(None)

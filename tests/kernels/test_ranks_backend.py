@@ -16,8 +16,9 @@ from relay.errors import DeviceLostError, StartupError
 from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Geometry, Program
 from relay.kernels.ranks import calls
-from relay.kernels.ranks.backend import RankedBackend, obey
+from relay.kernels.ranks.backend import RankedBackend
 from relay.kernels.ranks.exchange import Exchange, MeetingPlace
+from relay.kernels.ranks.follower import obey
 from relay.kernels.ranks.share import RankShare
 from relay.kernels.ranks.split import even, fold
 from relay.kernels.reference.backend import ReferenceBackend
@@ -50,7 +51,16 @@ def _nothing_is_left() -> Iterator[None]:
 class Ranks:
     """``ranks`` ranks of one worker; ``backend`` is the first, the others live in threads. Also its own ``Watch``."""
 
-    def __init__(self, program: Program, weights: Weights, ranks: int, dtype: str = "float32", **numerics: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: Weights,
+        ranks: int,
+        dtype: str = "float32",
+        linked: bool = False,
+        **numerics: str,
+    ) -> None:
+        """``linked``: KV of the others goes over their links, as between devices."""
         self.place = MeetingPlace.create(ranks, 256 * 512)
         self.memory = os.memfd_create("test-ranks")
         self.errors: list[BaseException] = []
@@ -70,6 +80,9 @@ class Ranks:
             thread.start()
         self.started = self.stopped = False
         MADE.append(self)
+        if linked:
+            os.ftruncate(self.memory, 1 << 22)
+            self.shares[0].shares_pools = False
         self.backend.load(program, weights)
         self.backend.allocate_kv(6, 16, dtype)
 
@@ -185,16 +198,21 @@ def test_rows_do_not_depend_on_their_neighbours_and_may_be_cut_at_every_layer() 
     assert np.array_equal(backend.logits()[1], alone[0])
 
 
-def test_kv_written_from_outside_is_read_by_every_rank() -> None:
+@pytest.mark.parametrize("linked", [False, True])
+def test_kv_written_from_outside_is_read_by_every_rank(linked: bool) -> None:
     program = build_program(WIDE)
     weights = Weights(program)
-    first, second = Ranks(program, weights, 3), Ranks(program, weights, 3)
+    first, second = Ranks(program, weights, 3), Ranks(program, weights, 3, linked=linked)
     run(first.backend, program, [70])
     size = 64 * first.backend.kv_bytes_per_token_layer()
     for layer in range(WIDE.num_layers):
         data = bytearray(size)
         first.backend.read_kv(layer, np.array(TABLE, np.int32), 0, 64, memoryview(data))
-        second.backend.write_kv(layer, np.array([0, 2, 1, 3, 4], np.int32), 0, 64, memoryview(data))
+        table = np.array([0, 2, 1, 3, 4], np.int32)
+        second.backend.write_kv(layer, table, 0, 64, memoryview(data))
+        again = bytearray(size)
+        second.backend.read_kv(layer, table, 0, 64, memoryview(again))
+        assert again == data
     second.backend.copy_block(1, 5)  # the block of tokens 32..47
     results = []
     for backend, table in ((first.backend, TABLE), (second.backend, [0, 2, 5, 3, 4])):
@@ -269,13 +287,42 @@ def test_the_numerics_id_names_the_ranks() -> None:
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"ranks"}
 
 
+def test_steps_may_be_sampled_after_the_next_one_ran() -> None:
+    """As with work queued on a device: the others sample the batch that rank 0 samples."""
+    program = build_program(WIDE)
+    group = Ranks(program, Weights(program), 2)
+    sampled: list[int] = []
+    group.shares[1].sample = lambda batch: sampled.append(len(batch.token_ids)) or []  # type: ignore[method-assign]
+    group.shares[0].sample = lambda batch: []  # type: ignore[method-assign]
+    steps = [make_batch([Row(0, PROMPT[:count], 0, [0, 1, 2, 3])]) for count in (5, 6, 7)]
+    group.backend.run(0, len(program.ops), steps[0])
+    group.backend.run(0, len(program.ops), steps[1])
+    group.backend.sample(steps[0])
+    group.backend.run(0, len(program.ops), steps[2])
+    group.backend.sample(steps[1])
+    group.backend.sample(steps[2])
+    group.backend.close()
+    group.threads[0].join(10)
+    assert sampled == [5, 6, 7]
+
+
+def test_a_transport_sees_no_rank_by_itself() -> None:
+    """What copies the heads of rank 0 alone must not be found on the backend of all."""
+    group = Ranks(build_program(GEOMETRY), Weights(build_program(GEOMETRY)), 2)
+    assert not [
+        name for name in ("read_kv_crc", "write_kv_crc", "stage", "collect", "register") if hasattr(group.backend, name)
+    ]
+
+
 def test_calls_survive_the_wire() -> None:
     ours, theirs = socket.socketpair()
     batch = make_batch([Row(3, [1, 2, 3], 5, [7, 8]), Row(1, [4], 9, [2])])
-    calls.send(ours, calls.encode(calls.Run(start=2, stop=9, batch=calls.pack_batch(batch), max_blocks=2, failed=3)))
+    calls.send(
+        ours, calls.encode(calls.Run(start=2, stop=9, number=4, batch=calls.pack_batch(batch), max_blocks=2, failed=3))
+    )
     call = calls.receive_call(theirs)
     assert isinstance(call, calls.Run)
-    assert (call.start, call.stop, call.failed) == (2, 9, 3)
+    assert (call.start, call.stop, call.number, call.failed) == (2, 9, 4, 3)
     assert call.batch is not None
     found = calls.unpack_batch(call.batch, call.max_blocks)
     for name in ("token_ids", "positions", "row_starts", "slots", "block_tables", "sampled_rows"):

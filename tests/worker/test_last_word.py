@@ -1,7 +1,7 @@
 """The line an agent leaves with its launcher."""
 
 from relay.protocol.messages import ComputedRow, EngineExited
-from relay.worker.last_word import MAX_ROWS, find_last_word, last_word
+from relay.worker.last_word import MAX_ROWS, ended_by_itself, find_last_word, last_word
 
 WORD = EngineExited(None, 11, [ComputedRow(7, 0, 2, 40), ComputedRow(8, 1, 1, 9)], False)
 
@@ -26,3 +26,14 @@ def test_the_line_is_bounded() -> None:
     line = last_word(many)
     assert len(line) < 8192
     assert len(find_last_word([line]).manifest) == MAX_ROWS
+
+
+def test_only_a_crash_leaves_one() -> None:
+    """An engine that was drained may still name the rows of its last step."""
+    rows = [ComputedRow(7, 0, 2, 40)]
+    assert ended_by_itself(EngineExited(None, 11, rows, False))
+    assert ended_by_itself(EngineExited(3, None, rows, False))
+    assert not ended_by_itself(EngineExited(0, None, rows, False))
+    assert not ended_by_itself(EngineExited(None, 9, rows, False))
+    assert not ended_by_itself(EngineExited(None, 15, rows, False))
+    assert not ended_by_itself(EngineExited(None, 11, [], False))

@@ -106,6 +106,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         ids = await self._tokenize(request)
         max_tokens = fit(model.max_model_len, len(ids), asked, None, "messages")
         resume.check_choices(n)
+        for index in range(n):
+            resume.check_tokens(index, max_tokens)
         params = with_prompt(params, request, max_tokens, lambda: context.seed(resume, 0))
         submission = context.submission(request, ids, params, n, resume, 0)
         choices = [

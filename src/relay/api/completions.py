@@ -134,6 +134,8 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             if not ids:
                 raise bad_value("prompt", "it has no tokens")
             max_tokens = fit(model.max_model_len, len(ids), asked, DEFAULT_MAX_TOKENS, "prompt")
+            for index in range(position * n, position * n + n):
+                resume.check_tokens(index, max_tokens)
             own = with_prompt(params, request, max_tokens, partial(context.seed, resume, position))
             submissions.append(context.submission(request, ids, own, n, resume, position))
         for position, submission in enumerate(submissions):

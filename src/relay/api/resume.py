@@ -46,6 +46,12 @@ class Resume:
         if self.consumed is not None and len(self.consumed) != count:
             raise bad_header("Last-Event-ID", f"it names {len(self.consumed)} choices, the request has {count}")
 
+    def check_tokens(self, choice: int, max_tokens: int) -> None:
+        """Raises ApiError if the client says to have more of ``choice`` than there can be."""
+        if self.consumed_of(choice) > max_tokens:
+            have = self.consumed_of(choice)
+            raise bad_header("Last-Event-ID", f"choice {choice} has at most {max_tokens} tokens, it says {have}")
+
 
 def bad_header(name: str, why: str) -> ApiError:
     return ApiError(f"Invalid header '{name}': {why}.", param=name, code="invalid_header")

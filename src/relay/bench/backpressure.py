@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from relay.bench.kv import percentile
-from relay.config import ControlConfig, WorkerConfig
+from relay.config import WorkerConfig
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
+from relay.control_config import ControlConfig
 from relay.errors import StartupError
 from relay.local.workers import LocalWorkers
 from relay.models.loaded import LoadedModel
@@ -24,14 +25,28 @@ from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams
 
 SLOTS: list[tuple[str, Role]] = [("prefill-0", "prefill"), ("decode-0", "decode")]
-POOL_TOKENS = 8192
 STREAMS = 3
-GROWTH_TOKENS = 1000  # kept free for each stream to grow, so that a full pool stays full
-LONG_PROMPT = 1680  # three of them and their growth leave less room than a probe needs
-SHORT_PROMPT = 96
-PROBE_TOKENS = 200
+BLOCK = 16
 GOING_ON = 5  # every fifth probe goes on after its first token
 DEADLINE_S = 300.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens. ``growth`` is what each stream decodes and D keeps free for it, so that a full pool stays full; three streams with
+    ``long_prompt`` fit the pool in whole blocks and leave less than a probe needs, three with ``short_prompt`` leave plenty."""
+
+    pool: int = 8192
+    growth: int = 1000
+    long_prompt: int = 1680
+    short_prompt: int = 96
+    probe: int = 200
+
+    def __post_init__(self) -> None:
+        long, short = (self.pool - STREAMS * (prompt + self.growth) for prompt in (self.long_prompt, self.short_prompt))
+        if not STREAMS * BLOCK <= long < self.probe < short // 2:
+            raise ValueError(f"a probe of {self.probe} tokens beside {long} left free, or {short}")
 
 
 @dataclass(slots=True)
@@ -60,7 +75,8 @@ class _Client:
 class Backpressure:
     """One cluster, two phases."""
 
-    def __init__(self, model: LoadedModel, threads: int) -> None:
+    def __init__(self, model: LoadedModel, threads: int, load: Load) -> None:
+        self._load = load
         self._random = np.random.default_rng(0)
         self._vocab = model.config.vocab
         geometry = model.program.geometry
@@ -68,8 +84,8 @@ class Backpressure:
         config = WorkerConfig(
             threads=threads,
             kv_cache_dtype="float32",
-            kv_cache_memory_bytes=POOL_TOKENS * token_bytes,
-            growth_tokens=GROWTH_TOKENS,
+            kv_cache_memory_bytes=load.pool * token_bytes,
+            growth_tokens=load.growth,
         )
         info = ModelInfo(
             name=model.name,
@@ -93,17 +109,18 @@ class Backpressure:
         try:
             if gave_up is not None:
                 raise self._workers.explain(gave_up.worker, gave_up.status, gave_up.reason)
-            await self._phase(SHORT_PROMPT, 3)  # warms up
-            free, failed_free = await self._phase(SHORT_PROMPT, probes)
+            await self._phase(self._load.short_prompt, 3)  # warms up
+            free, failed_free = await self._phase(self._load.short_prompt, probes)
             before = self._core.state.counters.copy()
-            full, failed_full = await self._phase(LONG_PROMPT, probes)
+            full, failed_full = await self._phase(self._load.long_prompt, probes)
         finally:
             self._shell.stop()
             await self._workers.close(2.0)
             await self._shell.close()
         counters = self._core.state.counters
         return {
-            "probes": probes,
+            "probes": len(full),
+            "probes_free": len(free),
             "ttft_p50_free_s": statistics.median(free),
             "ttft_p50_full_s": statistics.median(full),
             "ttft_p99_free_s": percentile(free, 0.99),
@@ -115,20 +132,33 @@ class Backpressure:
         }
 
     async def _phase(self, stream_prompt: int, probes: int) -> tuple[list[float], int]:
-        """(first-token times of the probes, failed requests) beside streams with such prompts."""
-        streams = [self._submit(stream_prompt, GROWTH_TOKENS) for _ in range(STREAMS)]
+        """(first-token times of up to ``probes``, failed requests) beside streams with such prompts, while all of them run."""
+        streams = [self._submit(stream_prompt, self._load.growth) for _ in range(STREAMS)]
         await self._all([client.first for _, client in streams])
         clients = []
         for index in range(probes):
-            request, client = self._submit(PROBE_TOKENS, 8 if index % GOING_ON == 0 else 1)
+            if index and any(client.done.is_set() for _, client in streams):
+                break  # D has room again
+            request, client = self._submit(self._load.probe, 8 if index % GOING_ON == 0 else 1)
             clients.append((request, client))
             await self._all([client.first])
         for request, client in streams:
             if not client.done.is_set():
                 self._shell.cancel(request)
         await self._all([client.done for _, client in clients])
+        await self._empty()
         failed = sum(client.failure is not None for _, client in [*clients, *streams])
         return [client.first_s for _, client in clients if client.failure is None], failed
+
+    async def _empty(self) -> None:
+        """Wait until every engine says that it holds nothing: the next phase begins with all the room there is."""
+        loads = [worker.load for worker in self._core.state.workers.values()]
+        for _ in range(int(DEADLINE_S / POLL_S)):
+            if all(load is not None and not load.running and not load.waiting for load in loads):
+                return
+            await asyncio.sleep(POLL_S)
+            loads = [worker.load for worker in self._core.state.workers.values()]
+        raise StartupError(f"an engine of the benchmark was not empty after {DEADLINE_S:.0f} s")
 
     def _submit(self, tokens: int, max_tokens: int) -> tuple[int, _Client]:
         client = _Client(time.monotonic(), asyncio.Event(), asyncio.Event())
@@ -148,6 +178,6 @@ class Backpressure:
             raise StartupError(f"a request of the benchmark did not end within {DEADLINE_S:.0f} s") from error
 
 
-def measure_backpressure(model: LoadedModel, threads: int, probes: int) -> dict[str, Any]:
+def measure_backpressure(model: LoadedModel, threads: int, probes: int, load: Load | None = None) -> dict[str, Any]:
     """See the module. Raises RelayError."""
-    return asyncio.run(Backpressure(model, threads).run(probes))
+    return asyncio.run(Backpressure(model, threads, load or Load()).run(probes))

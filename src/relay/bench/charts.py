@@ -1,5 +1,6 @@
 """The KV benchmark as plain SVG: exposed against total by length and transport, and one prompt's timeline layer by layer."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def timeline_chart(timeline: Timeline) -> str:
     shown = [span for span in timeline.spans if span[3] > begin]
     layers = sorted({layer for _, layer, _, _ in shown})
     line_of = {layer: index for index, layer in enumerate(layers)}
-    height = top + row_height * len(layers) + 34
+    bottom = top + row_height * len(layers)
+    height = bottom + 104
     title = f"End of a prompt of {timeline.tokens} tokens over {timeline.transport}: {(end - begin) * 1e3:.1f} ms"
     drawing = Drawing(width, height, title)
     for index, (what, colour) in enumerate(COLOURS.items()):
@@ -104,6 +106,34 @@ def timeline_chart(timeline: Timeline) -> str:
         tip = f"{what} layer {layer}: {(stop - start) * 1e3:.3f} ms"
         drawing.rectangle(x, y + 1, (stop - max(start, begin)) * scale, row_height - 3, COLOURS[what], tip)
     x = left + (last - begin) * scale
-    drawing.line(x, top - 6, x, height - 24)
-    drawing.text(x - 4, height - 10, "last layer ends", size=9, anchor="end")
+    drawing.line(x, top - 6, x, bottom + 4)
+    drawing.text(x - 4, top - 8, "last layer ends", size=9, anchor="end")
+    drawing.text(16, top - 8, "layer", size=9)
+    _axis(drawing, left, bottom + 4, scale, end - begin)
+    _last_frame(drawing, timeline, left, bottom + 50, width - left - 240)
     return drawing.render()
+
+
+def _axis(drawing: Drawing, left: float, y: float, scale: float, seconds: float) -> None:
+    """Milliseconds, in steps of 1, 2 or 5 times a power of ten."""
+    tick = 10.0 ** math.floor(math.log10(seconds))
+    step = next(tick * part for part in (0.1, 0.2, 0.5, 1.0) if seconds / (tick * part) <= 10)
+    drawing.line(left, y, left + seconds * scale, y)
+    for index in range(int(seconds / step) + 1):
+        x = left + index * step * scale
+        drawing.line(x, y, x, y + 4)
+        drawing.text(x, y + 15, f"{index * step * 1e3:g} ms", size=9, anchor="middle")
+
+
+def _last_frame(drawing: Drawing, timeline: Timeline, left: float, y: float, width: float) -> None:
+    """The frame that was packed last, enlarged: what there was to hide."""
+    packed = max((start, index) for index, (what, _, start, _) in enumerate(timeline.spans) if what == "pack")[1]
+    frame = timeline.spans[packed : packed + 3]  # pack, wire, scatter
+    begin, end = frame[0][2], frame[-1][3]
+    drawing.text(16, y, f"The last frame, of layer {frame[0][1]}, enlarged: {(end - begin) * 1e3:.3f} ms", size=11)
+    for what, layer, start, stop in frame:
+        x, span = left + (start - begin) / (end - begin) * width, (stop - start) / (end - begin) * width
+        tip = f"{what} layer {layer}: {(stop - start) * 1e3:.3f} ms"
+        drawing.rectangle(x, y + 10, span, 16, COLOURS[what], tip)
+    times = ", ".join(f"{what} {(stop - start) * 1e3:.3f}" for what, _, start, stop in frame)
+    drawing.text(left + width + 8, y + 22, f"{times} ms", size=9)

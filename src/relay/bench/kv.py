@@ -7,14 +7,18 @@ receiver's copy done, each frame alone.
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from relay.bench.kv_ceilings import CEILING_OF, Ceilings
 from relay.bench.kv_source import BenchFailed, Prefilled, Source, TargetProcess
 from relay.bench.kv_target import Command
+from relay.bench.stamps import transfer_cpu_s
 
 NS = 1e-9
+LEAST_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +32,18 @@ class Timeline:
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds, one a run."""
+    """Of one transport, one value a run: seconds, GB/s, or a ratio of two times that followed each other."""
 
     exposed: list[float] = field(default_factory=list)
     baseline: list[float] = field(default_factory=list)
     zero: list[float] = field(default_factory=list)
     handoff: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
-    prefill_alone: list[float] = field(default_factory=list)
+    send_cpu: list[float] = field(default_factory=list)
+    receive_cpu: list[float] = field(default_factory=list)
     wire: list[float] = field(default_factory=list)
+    burst: list[float] = field(default_factory=list)
+    ceiling: list[float] = field(default_factory=list)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -45,28 +52,44 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
 
 
-class KvBench:
-    """Runs rounds in changing order: for each transport one prefill alone, with everything that follows it, and one streamed."""
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of each value to the one measured beside it."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
-    def __init__(self, source: Source, target: TargetProcess) -> None:
+
+class KvBench:
+    """Runs rounds in changing order: one prefill alone with all that follows it, and for each transport one streamed."""
+
+    def __init__(self, source: Source, target: TargetProcess, ceilings: Ceilings) -> None:
         self._source = source
         self._target = target
+        self._ceilings = ceilings
         self._order = random.Random(0)
 
     def measure(
-        self, tokens: int, transports: Sequence[str], runs: int, note: Callable[[str], None]
+        self, tokens: int, transports: Sequence[str], runs: int, seconds: float, note: Callable[[str], None]
     ) -> list[dict[str, Any]]:
-        """One row a transport."""
+        """One row a transport, of ``runs`` rounds or, from ``LEAST_RUNS`` on, as many as begin within ``seconds``."""
         samples = {name: Samples() for name in transports}
-        for name in transports:  # connections, page faults and caches are not what is measured
-            self._streamed(tokens, name, Samples())
-        for run in range(runs):
-            steps = [(step, name) for step in (self._alone, self._streamed) for name in transports]
-            self._order.shuffle(steps)
-            for step, name in steps:
-                step(tokens, name, samples[name])
-            note(f"{tokens} tokens: run {run + 1} of {runs}")
-        return [self._row(tokens, name, samples[name]) for name in transports]
+        self._round(tokens, {name: Samples() for name in transports})  # connections, page faults, caches
+        alone: list[float] = []
+        begin = time.monotonic()
+        while len(alone) < runs and (len(alone) < LEAST_RUNS or time.monotonic() - begin < seconds):
+            alone.append(self._round(tokens, samples))
+            note(f"{tokens} tokens: run {len(alone)} of {runs}")
+        return [self._row(tokens, name, samples[name], alone) for name in transports]
+
+    def _round(self, tokens: int, samples: dict[str, Samples]) -> float:
+        """Seconds of the prefill that streamed nothing."""
+        names = [*samples, ""]
+        self._order.shuffle(names)
+        alone = 0.0
+        for name in names:
+            if name:
+                self._streamed(tokens, name, samples[name])
+            else:
+                alone = self._alone(tokens, samples)
+        return alone
 
     def timeline(self, tokens: int, transport: str) -> Timeline:
         """One streamed prompt with the times of everything that happened to its KV."""
@@ -95,28 +118,45 @@ class KvBench:
     def _streamed(self, tokens: int, transport: str, samples: Samples) -> None:
         source = self._source
         transfer = source.open(transport, self._target, tokens)
+        before = self._cpu()
         prefilled = source.prefill(tokens, transport, transfer)
         ready_ns = self._target.wait("completed", transfer).at_ns
+        after = self._cpu()
         prefilled.release()
         samples.exposed.append((ready_ns - prefilled.last_layer_ns) * NS)
         samples.prefill.append((prefilled.last_layer_ns - prefilled.start_ns) * NS)
+        samples.send_cpu.append(after[0] - before[0])
+        samples.receive_cpu.append(after[1] - before[1])
 
-    def _alone(self, tokens: int, transport: str, samples: Samples) -> None:
-        """A prefill that streams nothing and hands off zero bytes; then the whole transfer, at once and frame by frame."""
+    def _alone(self, tokens: int, samples: dict[str, Samples]) -> float:
+        """A prefill that streams nothing. Then for each transport: a handoff of zero bytes, everything at once beside its
+        ceiling, and frame by frame. Zero bytes take from the last layer to the first token, and then the handoff.
+        """
         source, target = self._source, self._target
-        zero = source.open(transport, target, tokens, tokens)
-        prefilled = source.prefill(tokens, transport, zero)
-        ready_ns = target.wait("completed", zero).at_ns
-        samples.prefill_alone.append((prefilled.last_layer_ns - prefilled.start_ns) * NS)
-        samples.zero.append((ready_ns - prefilled.last_layer_ns) * NS)
-        empty = source.open(transport, target, tokens, tokens)
-        begin_ns = source.hand_off(transport, empty)
-        samples.handoff.append((target.wait("completed", empty).at_ns - begin_ns) * NS)
-        late = source.open(transport, target, tokens)
-        begin_ns = source.send(transport, late, prefilled)
-        samples.baseline.append((target.wait("completed", late).at_ns - begin_ns) * NS)
-        samples.wire.append(self._wire(transport, tokens, prefilled))
+        empty = {name: source.open(name, target, tokens, tokens) for name in samples}
+        prefilled = source.prefill(tokens)
+        drawn_ns = time.monotonic_ns()
+        for name in self._order.sample(list(samples), len(samples)):
+            begin_ns = source.hand_off(name, empty[name])
+            handoff = (target.wait("completed", empty[name]).at_ns - begin_ns) * NS
+            samples[name].handoff.append(handoff)
+            samples[name].zero.append((drawn_ns - prefilled.last_layer_ns) * NS + handoff)
+        size = tokens * source.token_bytes
+        for name in self._order.sample(list(samples), len(samples)):
+            late = source.open(name, target, tokens)
+            begin_ns = source.send(name, late, prefilled)
+            seconds = (target.wait("completed", late).at_ns - begin_ns) * NS
+            samples[name].baseline.append(seconds)
+            samples[name].burst.append(size / seconds / 1e9)
+            samples[name].ceiling.append(self._ceilings.once(CEILING_OF[name], target, size, source.checksum))
+            samples[name].wire.append(self._wire(name, tokens, prefilled))
         prefilled.release()
+        return (prefilled.last_layer_ns - prefilled.start_ns) * NS
+
+    def _cpu(self) -> tuple[float, float]:
+        """Seconds of processor time that (P's, D's) transfer threads have used."""
+        self._target.tell(Command("cpu"))
+        return transfer_cpu_s(), self._target.wait("cpu").cpu_s
 
     def _wire(self, transport: str, tokens: int, prefilled: Prefilled) -> float:
         """The sum over frames of send start to copy done, each frame with the wire to itself."""
@@ -137,30 +177,32 @@ class KvBench:
         writes = self._target.wait("copies").copies
         return [(c.layer, c.first, c.start_ns, c.end_ns) for c in reads], writes
 
-    def _row(self, tokens: int, transport: str, samples: Samples) -> dict[str, Any]:
+    def _row(self, tokens: int, transport: str, samples: Samples, alone: list[float]) -> dict[str, Any]:
         if self._source.failures:
             raise BenchFailed(f"a transfer failed: {self._source.failures[0].reason}")
-        zero, handoff = statistics.median(samples.zero), statistics.median(samples.handoff)
+        median = statistics.median
+        zero = median(samples.zero)
         exposed = [value - zero for value in samples.exposed]
-        baseline = statistics.median(samples.baseline) - handoff
+        baseline = median(samples.baseline) - median(samples.handoff)
         # What two medians of zero-byte transfers may differ by: the spread of one, both ways.
         noise = (percentile(samples.zero, 0.9) - percentile(samples.zero, 0.1)) / 2
-        median = statistics.median(exposed)
-        alone = statistics.median(samples.prefill_alone)
-        size = tokens * self._source.token_bytes
         return {
             "transport": transport,
             "tokens": tokens,
-            "bytes": size,
-            "wire_s": statistics.median(samples.wire),
-            "exposed_s": median,
+            "bytes": tokens * self._source.token_bytes,
+            "wire_s": median(samples.wire),
+            "exposed_s": median(exposed),
             "exposed_p90_s": percentile(exposed, 0.9),
             "noise_s": noise,
             "baseline_exposed_s": baseline,
-            "hidden_share": 1 - median / baseline,
-            "prefill_s": alone,
-            "below_noise": abs(median) <= noise,
-            "prefill_slowdown": statistics.median(samples.prefill) / alone - 1,
-            "burst_gb_s": size / statistics.median(samples.baseline) / 1e9,
-            "runs": len(samples.exposed),
+            "hidden_share": 1 - median(exposed) / baseline,
+            "prefill_s": median(alone),
+            "below_noise": abs(median(exposed)) <= noise,
+            "prefill_slowdown": median(ratios(samples.prefill, alone)) - 1,
+            "send_cpu_s": median(samples.send_cpu),
+            "receive_cpu_s": median(samples.receive_cpu),
+            "burst_gb_s": median(samples.burst),
+            "ceiling_gb_s": median(samples.ceiling),
+            "burst_of_ceiling": median(ratios(samples.burst, samples.ceiling)),
+            "runs": len(alone),
         }

@@ -12,6 +12,7 @@ from relay.bench.kv_target import Command
 from relay.transfer.frame import Checksum
 
 CEILINGS = ("memcpy", "two memcpys", "plain socket")
+CEILING_OF = {"shm": "two memcpys", "tcp": "plain socket"}
 FRAME_BYTES = 384 << 10  # a chunk of 256 tokens of one layer of SmolLM2 in fp32
 
 
@@ -23,24 +24,19 @@ class Ceilings:
 
     def measure(self, target: TargetProcess, size: int, runs: int, checksum: Checksum) -> list[dict[str, Any]]:
         """GB/s of copying about ``size`` bytes, with and without the checksum; median of ``runs`` after one to warm up."""
-        frames = max(1, size // FRAME_BYTES)
         rows = []
         for name in CEILINGS:
             for checked in (False, True):
-                times = [self._once(name, target, frames, checksum if checked else None) for _ in range(runs + 1)][1:]
-                seconds = statistics.median(times)
-                rows.append(
-                    {
-                        "ceiling": name,
-                        "checksum": checked,
-                        "bytes": frames * FRAME_BYTES,
-                        "seconds": seconds,
-                        "gb_s": frames * FRAME_BYTES / seconds / 1e9,
-                    }
-                )
+                rates = [self.once(name, target, size, checksum if checked else None) for _ in range(runs + 1)][1:]
+                rows.append({"ceiling": name, "checksum": checked, "bytes": size, "gb_s": statistics.median(rates)})
         return rows
 
-    def _once(self, name: str, target: TargetProcess, frames: int, checksum: Checksum | None) -> float:
+    def once(self, name: str, target: TargetProcess, size: int, checksum: Checksum | None) -> float:
+        """GB/s of copying ``size`` bytes, in whole frames, by the means of ceiling ``name``."""
+        frames = max(1, size // FRAME_BYTES)
+        return frames * FRAME_BYTES / self._seconds(name, target, frames, checksum) / 1e9
+
+    def _seconds(self, name: str, target: TargetProcess, frames: int, checksum: Checksum | None) -> float:
         source = region(frames * FRAME_BYTES)
         command = Command("", frames=frames, frame_bytes=FRAME_BYTES, checksum=checksum is not None)
         if name == "memcpy":

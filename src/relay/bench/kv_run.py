@@ -19,12 +19,13 @@ SPARE_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """``threads`` of the prefill engine, 0: all cores."""
+    """``threads`` of the prefill engine, 0: all cores. ``seconds``: see ``KvBench.measure``."""
 
     tokens: list[int]
     transports: list[str]
     dtypes: list[str]
     runs: int
+    seconds: float
     threads: int = 0
 
 
@@ -42,9 +43,9 @@ def run_kv(
         source = Source(model, spec("bench-p", settings.threads))
         target = TargetProcess(spec("bench-d", 1), pipes.descriptors)
         try:
-            bench = KvBench(source, target)
+            bench = KvBench(source, target, pipes)
             for tokens in settings.tokens:
-                for row in bench.measure(tokens, settings.transports, settings.runs, note):
+                for row in bench.measure(tokens, settings.transports, settings.runs, settings.seconds, note):
                     rows.append({**row, "kv_cache_dtype": dtype})
             if not ceilings:
                 largest = min(max(settings.tokens), TIMELINE_TOKENS) * source.token_bytes

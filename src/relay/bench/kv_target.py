@@ -29,7 +29,8 @@ TICK_S = 0.25
 
 
 class Command(msgspec.Struct, omit_defaults=True):
-    """``receive``: expect a transfer. ``copies``: report the copies since the last time. ``pair``, ``socket``: ceilings."""
+    """``receive``: expect a transfer. ``copies``: report the copies since the last time. ``cpu``: report ``cpu_s``.
+    ``pair``, ``socket``: ceilings."""
 
     name: str
     transfer: int = 0
@@ -93,8 +94,9 @@ class Target:
             self.say(Report("reserved", transfer=command.transfer))
         elif command.name == "copies":
             writes, self._store.stamped.writes = self._store.stamped.writes, []
-            copies = [(c.layer, c.first, c.start_ns, c.end_ns) for c in writes]
-            self.say(Report("copies", copies=copies, cpu_s=transfer_cpu_s()))
+            self.say(Report("copies", copies=[(c.layer, c.first, c.start_ns, c.end_ns) for c in writes]))
+        elif command.name == "cpu":
+            self.say(Report("cpu", cpu_s=transfer_cpu_s()))
         elif command.name == "pair":
             memory, filled, emptied = command.descriptors
             end = PairEnd(memory, filled, emptied, self._engine.checksum if command.checksum else None)

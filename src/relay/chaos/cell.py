@@ -62,6 +62,7 @@ class Cell:
         self._server: Server | None = None
         self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
         self._started = self._running_now = 0
+        self._noting: set[asyncio.Future[None]] = set()
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
 
@@ -93,6 +94,7 @@ class Cell:
             await self._all_ready()
             before = leaks.descriptors(server.pid)
             await self._load(server)
+            await asyncio.gather(*self._noting)
             await self._check_quiet(server, before)
         finally:
             code = await server.stop()
@@ -140,6 +142,7 @@ class Cell:
         result.faults = dict(sorted(injector.by_kind.items()))
         result.signals = dict(sorted(injector.signals.items()))
         result.packets_lost = dict(sorted(injector.packets_lost.items()))
+        result.roles_struck = dict(sorted(injector.roles_struck.items()))
         result.problems += injector.problems
         for (kind, moment), count in sorted(injector.moments.items()):
             result.moments.setdefault(kind, {})[moment] = count
@@ -301,7 +304,19 @@ class Cell:
             kind, at_s = life.struck
             if any(fault_s >= at_s - SETTLE_S for _, fault_s in self._gateways.faults):
                 return
-            self._result.detect_ms.setdefault(kind, []).append(round((life.given_up_s - at_s) * 1e3, 2))
+            self._noting.add(asyncio.ensure_future(self._note_detection(life, kind, at_s)))
+
+    async def _note_detection(self, life: Life, kind: str, at_s: float) -> None:
+        """When the loss was noticed by the first gateway that did, in its own words; nothing if none can be asked now."""
+        assert self._server is not None
+        try:
+            statuses = await self._server.statuses(self._settings.gateways)
+        except (OSError, ValueError, EOFError, TimeoutError):
+            return
+        rows = [row for status in statuses for row in status["workers"] if row["id"] == life.worker]
+        noticed = [row["last_loss_s"] for row in rows if (row["last_loss_s"] or 0.0) >= at_s]
+        if noticed:
+            self._result.detect_ms.setdefault(kind, []).append(round((min(noticed) - at_s) * 1e3, 2))
 
 
 def difference(calm: Outcome, outcome: Outcome) -> str:

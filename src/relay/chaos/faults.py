@@ -49,6 +49,7 @@ class Injector:
         self.signals: Counter[str] = Counter()  # by name
         self._signals = Signals(self.signals, self._later, self._record)
         self.packets_lost: Counter[str] = Counter()  # by kind
+        self.roles_struck: Counter[str] = Counter()  # role → faults that left no unhurt worker of it
         self._resumes = resumes
         self._say = say
         self._waiting: Callable[[Seen], None] | None = None
@@ -238,6 +239,10 @@ class Injector:
             self._record(fault.kind, one)
             self._signals.send(fault, kind, one)
         self.by_kind[fault.kind] += 1
+        if kind.fatal and not any(
+            one.role == life.role and one.ready and not one.hurt for one in self._proxy.lives.values()
+        ):
+            self.roles_struck[life.role] += 1
         return None
 
     def _on_control(self, fault: Fault, kind: Kind, life: Life) -> "asyncio.Future[None] | None":

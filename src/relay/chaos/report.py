@@ -12,7 +12,7 @@ from relay.chaos.settings import CellResult
 from relay.record.commit import commit
 from relay.record.machine import machine
 
-SHOWN_PROBLEMS = 200
+SHOWN_PROBLEMS = 40  # of each cell
 REPLAYED = ("recordings", "replayed", "replayed_events")
 
 
@@ -31,6 +31,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
     faults: Counter[str] = Counter()
     signals: Counter[str] = Counter()
     packets: Counter[str] = Counter()
+    roles: Counter[str] = Counter()
     moments: dict[str, Counter[str]] = {}
     resumes: dict[str, list[float]] = {}
     detections: dict[str, list[float]] = {}
@@ -38,6 +39,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         faults.update(cell.faults)
         signals.update(cell.signals)
         packets.update(cell.packets_lost)
+        roles.update(cell.roles_struck)
         for kind, row in cell.moments.items():
             moments.setdefault(kind, Counter()).update(row)
         for target, source in ((resumes, cell.resume_ms), (detections, cell.detect_ms)):
@@ -57,6 +59,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         "faults": dict(sorted(faults.items())),
         "signals": dict(sorted(signals.items())),
         "packets_lost": dict(sorted(packets.items())),
+        "roles_struck": dict(sorted(roles.items())),
         "moments": {kind: dict(sorted(row.items())) for kind, row in sorted(moments.items())},
         "resume_ms": waits([value for values in resumes.values() for value in values]),
         "detect_ms": waits([value for values in detections.values() for value in values]),
@@ -82,8 +85,8 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
             }
             for cell in cells
         ],
-        "problems": [f"{cell.shape} seed {cell.seed}: {text}" for cell in cells for text in cell.problems][
-            :SHOWN_PROBLEMS
+        "problems": [
+            f"{cell.shape} seed {cell.seed}: {text}" for cell in cells for text in cell.problems[:SHOWN_PROBLEMS]
         ],
         "command": "relay " + " ".join(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -66,7 +66,7 @@ class Server:
         return self._process.pid
 
     async def start(self) -> None:
-        """Raises StartupError with the server's own last line."""
+        """Raises StartupError with the server's own last line, and its exit code if it ended with one."""
         command = [sys.executable, "-m", "relay.cli.main", "serve", "--port", "0", "--served-model-name", MODEL_NAME]
         command += [*self._arguments]
         source = str(Path(relay.__file__).parents[1])
@@ -92,7 +92,7 @@ class Server:
         if not self._banner.done():
             ended.cancel()
             await self.kill()
-            raise StartupError(f"relay serve did not start: {self.log[-1] if self.log else 'it said nothing'}")
+            raise _not_started(self.log[-1] if self.log else "it said nothing", self._process.returncode)
         ended.cancel()
         self.host, _, port = self._banner.result().removeprefix("http://").rpartition(":")
         self.port = int(port)
@@ -145,6 +145,14 @@ class Server:
         found = re.search(r"at (http://\S+)", line)
         if found and self._banner is not None and not self._banner.done():
             self._banner.set_result(found[1])
+
+
+def _not_started(last_line: str, status: int | None) -> StartupError:
+    """``relay chaos`` ends as ``relay serve`` would have; with its own code if that was killed or hung."""
+    error = StartupError(f"relay serve did not start: {last_line.removeprefix('relay: ')}")
+    if status is not None and status > 0:
+        error.exit_code = status
+    return error
 
 
 def _get_text(host: str, port: int, path: str) -> str:

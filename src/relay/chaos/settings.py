@@ -63,6 +63,7 @@ class CellResult:
     faults: dict[str, int] = field(default_factory=dict)
     signals: dict[str, int] = field(default_factory=dict)
     packets_lost: dict[str, int] = field(default_factory=dict)  # by kind
+    roles_struck: dict[str, int] = field(default_factory=dict)  # faults that left no unhurt worker of a role
     moments: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → moment → choices struck
     resume_ms: dict[str, list[float]] = field(default_factory=dict)  # kind → every wait
     detect_ms: dict[str, list[float]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import click
 
 from relay.errors import UsageError
 
-DEFAULT_TOKENS = "128,512,1024,2048,4096,8192"
+DEFAULT_TOKENS = "128,512,2048,8192"
 
 
 @click.group()
@@ -21,11 +21,16 @@ def bench() -> None:
 @click.argument("model", default="smollm2")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, help="Prompt lengths.")
-@click.option("--transport", "transports", default="shm,tcp", show_default=True, help="Transports.")
+@click.option(
+    "--transport", "transports", default="shm,tcp", show_default=True, help="Transports; nixl where it is installed."
+)
 @click.option(
     "--kv-cache-dtype", "dtypes", default="float32,bfloat16", show_default=True, help="Numbers in the KV cache."
 )
 @click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Runs a median is taken of.")
+@click.option(
+    "--seconds", type=float, default=200.0, show_default=True, help="No run of a length begins later, but 3 always do."
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of the prefill engine; 0: all cores.")
 @click.option(
     "--chart", type=click.Path(path_type=Path, file_okay=False), help="Write the charts as SVG to this folder."
@@ -48,6 +53,7 @@ def kv(
     transports: str,
     dtypes: str,
     runs: int,
+    seconds: float,
     threads: int,
     chart: Path | None,
     probes: int,
@@ -65,6 +71,7 @@ def kv(
         transports=_names("--transport", transports, ("shm", "tcp", "nixl")),
         dtypes=_names("--kv-cache-dtype", dtypes, ("float32", "bfloat16")),
         runs=runs,
+        seconds=seconds,
         threads=threads,
     )
     if "nixl" in settings.transports:
@@ -115,7 +122,8 @@ def _print(document: dict[str, Any]) -> None:
         click.echo(
             f"{row['transport']:9} {row['kv_cache_dtype']:8} {row['tokens']:6} {row['bytes'] / 1e6:6.1f}"
             f" {row['prefill_s'] * 1e3:6.0f}ms {' '.join(f'{value:7.2f}ms' for value in times)}  {share}"
-            f" (prefill {row['prefill_slowdown']:+.1%}, burst {row['burst_gb_s']:.1f} GB/s)"
+            f" (prefill {row['prefill_slowdown']:+.1%}, CPU {row['send_cpu_s'] * 1e3:.1f} + {row['receive_cpu_s'] * 1e3:.1f} ms,"
+            f" burst {row['burst_gb_s']:.1f} GB/s, {row['burst_of_ceiling']:.2f} of its ceiling)"
         )
     for row in document["ceilings"]:
         click.echo(

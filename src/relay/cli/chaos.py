@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from relay.errors import UsageError
     show_default=True,
     help="Run in a network namespace of its own and lose packets there (Linux root, nft); auto: where that is possible.",
 )
-@click.option("--kinds", default="", help="Only these kinds of faults, separated by commas.")
+@click.option("--kinds", help="Only these kinds of faults, separated by commas.")
 @click.option("--concurrency", type=int, default=6, show_default=True, help="Requests at once.")
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
 @click.option("--longest-answer", type=int, default=48, show_default=True, help="Tokens of the longest answer.")
@@ -69,7 +70,7 @@ def chaos(
     shapes: tuple[str, ...],
     gateways: int,
     netns: str,
-    kinds: str,
+    kinds: str | None,
     concurrency: int,
     longest_prompt: int,
     longest_answer: int,
@@ -91,6 +92,9 @@ def chaos(
     that of a calm run. Exit 0 only if all are identical, none failed and nothing is left behind."""
     if seeds and num_seeds:
         raise UsageError("give --seed or --seeds")
+    names = tuple(name.strip() for name in (kinds or "").split(",") if name.strip())
+    if kinds is not None and not names:
+        raise UsageError("--kinds names no kind; leave it out for all of them")
     serve = ["--backend", backend, "--threads", str(threads), "--kv-cache-memory", kv_cache_memory]
     serve += ["--kv-cache-dtype", kv_cache_dtype, "--max-num-batched-tokens", str(max_num_batched_tokens)]
     inside = netns != "off" and _enter(auto=netns == "auto")
@@ -101,7 +105,7 @@ def chaos(
         faults=faults,
         seeds=seeds or tuple(range(1, (num_seeds or 1) + 1)),
         shapes=tuple(parse_shape(text) for text in shapes or ("1P+2D",)),
-        kinds=tuple(name.strip() for name in kinds.split(",") if name.strip()),
+        kinds=names,
         model=model,
         serve=tuple(serve),
         concurrency=concurrency,
@@ -116,6 +120,7 @@ def chaos(
     )
     for shape in settings.shapes:
         choose_kinds(list(settings.kinds), Ground(shape, gateways, inside))
+    _check_places(trace, keep, output)
 
     def say(text: str) -> None:
         click.echo(text, err=True)
@@ -129,6 +134,19 @@ def chaos(
     else:
         _print(document)
     return 0 if all(cell.passed for cell in cells) else 1
+
+
+def _check_places(trace: Path | None, keep: Path | None, output: Path | None) -> None:
+    """Make the folders, and see that the report can be written: before an hour's work is done for it. Raises UsageError."""
+    for flag, folder in (("--trace", trace), ("--keep", keep)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{flag} {folder}: {error.strerror}") from error
+    if output is not None and not os.access(output.absolute().parent, os.W_OK):
+        raise UsageError(f"--output {output}: there is no folder to write it to")
 
 
 def _enter(*, auto: bool) -> bool:

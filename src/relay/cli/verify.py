@@ -76,6 +76,10 @@ def verify(
 ) -> int:
     """Run one set of requests on MODEL alone, batched, chunked, cached, preempted, split and resumed after SIGKILLs; compare token
     ids, logits rows and KV bytes. Exit 0 only if all are identical and every path was really taken."""
+    if transport == "nixl":
+        from relay.transfer.nixl.wire import require_installed
+
+        require_installed()
     from relay.models.progress import console_progress
     from relay.models.store import default_cache_dir, open_model
     from relay.verify.requests import verify_requests

@@ -101,12 +101,13 @@ class Blame:
         """The engine of ``worker`` lives: what that says about steps that may hang."""
         if beat.manifest or worker.long_step:
             self.long_step(worker, beat.manifest)
-        for request, step in list(worker.watched.items()):
-            if step is None:
-                worker.watched[request] = beat.step
-            if beat.phase in IDLE_PHASES or (step is not None and beat.step >= step + STEPS_IN_FLIGHT):
-                worker.unwatch(request)
-                self._state.changed = True
+        for left, over in ((worker.watched, worker.unwatch), (worker.lingering, worker.unlinger)):
+            for request, step in list(left.items()):
+                if step is None:
+                    left[request] = beat.step
+                if beat.phase in IDLE_PHASES or (step is not None and beat.step >= step + STEPS_IN_FLIGHT):
+                    over(request)
+                    self._state.changed = True
 
     def long_step(self, worker: Worker, rows: Iterable[ComputedRow]) -> None:
         """The step of ``worker`` with ``rows`` takes long: it may hang, which counts as a loss until it ends.
@@ -120,13 +121,15 @@ class Blame:
         worker.long_step = list({requests[row.request]: None for row in rows if row.request in requests})
         for request in worker.long_step:
             request.suspicion.unexplained += 1
+            if request in worker.lingering:
+                worker.unlinger(request)  # it counts for more now
 
     def await_report(self, worker: Worker) -> None:
         """``worker`` was lost and its agent or its launcher may still say why: until then that counts against all it had,
         and all of which a step may have been left there.
         """
         had = [attempt.choice.request for attempt in worker.live]
-        worker.unexplained = list(dict.fromkeys([*had, *worker.long_step, *worker.watched]))
+        worker.unexplained = list(dict.fromkeys([*had, *worker.long_step, *worker.watched, *worker.lingering]))
         for request in worker.unexplained:
             request.suspicion.unexplained += 1
 

@@ -49,7 +49,7 @@ class Hedger:
         if attempt.hedged or len(attempt.choice.attempts) >= MAX_ATTEMPTS:
             return False
         request = attempt.choice.request
-        if request.suspicion.total - (request in worker.long_step) > 0:
+        if request.suspicion.total + request.suspicion.lingering - (request in worker.long_step) > 0:
             return False
         choices = request.choices
         if len(choices) == 1:

@@ -17,6 +17,7 @@ def violations(state: ClusterState) -> list[str]:
         for request in (*worker.unexplained, *worker.long_step, *worker.watched)
     ]
     unexplained: dict[Request, int] = Counter(lost) if lost else {}
+    lingering = Counter(request for worker in state.workers.values() for request in worker.lingering)
     for request in state.requests.values():
         num_open = 0
         for choice in request.choices:
@@ -29,6 +30,8 @@ def violations(state: ClusterState) -> list[str]:
             found.append(f"request {request.id} counts {request.open_choices} open choices, has {num_open}")
         if request.suspicion.unexplained != unexplained.get(request, 0):
             found.append(f"request {request.id} counts {request.suspicion.unexplained} unexplained losses")
+        if request.suspicion.lingering != lingering[request]:
+            found.append(f"request {request.id} counts {request.suspicion.lingering} steps left behind")
     found += _workers(state)
     for choice in state.queue:
         if choice.state is not ChoiceState.WAITING or choice.request.id not in state.requests:

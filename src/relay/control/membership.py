@@ -212,6 +212,8 @@ class Membership:
         self._blame.long_step(worker, ())
         for request in list(worker.watched):
             worker.unwatch(request)
+        for request in list(worker.lingering):
+            worker.unlinger(request)
         worker.displaced = [attempt.choice for attempt in worker.live]
         for attempt in list(worker.live):
             if attempt in worker.live:  # failing one request may have ended others of its choices

@@ -222,6 +222,8 @@ class Dispatcher:
         if len(choice.attempts) > 1:
             self.close(attempt, now_ns, cause)
             return
+        if attempt.state is AttemptState.PREFILLING and attempt.prefill is not None and attempt.prefill.state in LIVE:
+            attempt.prefill.linger(choice.request)
         self._state.counters["resumed"] += 1
         choice.resumes = True
         if choice.failures > 1 and not innocent:  # the first failover waits for nothing

@@ -153,11 +153,12 @@ class Suspicion:
     all that were named are, so is the request.
     """
 
-    __slots__ = ("blames", "ends", "unexplained")
+    __slots__ = ("blames", "ends", "lingering", "unexplained")
 
     def __init__(self) -> None:
         self.blames = 0
         self.ends: dict[int, int] = {}
+        self.lingering = 0  # engines where a step of a failed attempt may run still; nothing speaks against it yet
         self.unexplained = 0  # engines just lost under it, whose agents have not said why, and those that may hang
 
     @property

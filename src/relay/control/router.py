@@ -60,7 +60,8 @@ class Router:
         """A placement for ``choice`` now, or None: it waits."""
         request = choice.request
         suspicion = request.suspicion
-        if suspicion.unexplained and suspicion.total >= self._state.config.retry.max_blames - 1:
+        unsure = suspicion.unexplained + suspicion.lingering
+        if unsure and suspicion.blames + unsure >= self._state.config.retry.max_blames - 1:
             return None  # whether it must run alone is about to be known
         holder = self._holder(choice)
         if holder is not None:

@@ -54,6 +54,7 @@ class Worker:
         self.watched: dict[
             Request, int | None
         ] = {}  # suspects whose last step may still run → the step seen first since
+        self.lingering: dict[Request, int | None] = {}  # the same of those that are not suspects
         self.blamed = False  # this life's crash or hang has been counted
         self.last_cause = ""
         self.lost_ns = 0  # when its last loss was noticed; 0: it was never lost
@@ -190,6 +191,18 @@ class Worker:
     def unwatch(self, request: Request) -> None:
         del self.watched[request]
         request.suspicion.unexplained -= 1
+
+    def linger(self, request: Request) -> None:
+        """An attempt of one that is no suspect failed while P may compute it here: if that hangs, the next may be another."""
+        if request in self.long_step:
+            return  # that counts already
+        if request not in self.lingering:
+            request.suspicion.lingering += 1
+        self.lingering[request] = None
+
+    def unlinger(self, request: Request) -> None:
+        del self.lingering[request]
+        request.suspicion.lingering -= 1
 
     # --- prefix cache ---------------------------------------------------------------------------------------------
 

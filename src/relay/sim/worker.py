@@ -13,8 +13,8 @@ from relay.sim.network import Network
 from relay.sim.process import Process
 from relay.sim.swarm import Swarm
 from relay.worker.agent import HEARTBEAT_NS
-from relay.worker.agent_loop import KILL_SIGNALS
 from relay.worker.events import Event
+from relay.worker.last_word import ended_by_itself
 from relay.worker.status_page import manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge
 
@@ -155,7 +155,7 @@ class WorkerNode:
         self._send(message)
         if engine.poisoned:
             self._poisoned()
-        if message.manifest and signal not in KILL_SIGNALS:
+        if ended_by_itself(message):
             self.last_word = message
         if signal == 15 and self._terminations:
             status, signal = 0, None

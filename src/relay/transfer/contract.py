@@ -55,7 +55,7 @@ class TransferLimits:
     ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
     layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes; 0: one layer a frame."""
 
-    min_frame_bytes: int = 1 << 18
+    min_frame_bytes: int = 1 << 19
     max_frame_bytes: int = 1 << 20
     window_bytes: int = 4 << 20
     probe_ns: int = 1_000_000_000

@@ -1,6 +1,7 @@
 """The agent process: ``python -m relay.worker.agent --spec FILE_OR_JSON [--launcher PID]``.
 
-Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path.
+Starts the engine at once, then beats to the gateways from a process that shares no thread, lock or loop with the data path; only a
+thread beside its loop waits for a lock that the engine holds for life (``death_watch.py``).
 Either process dying ends the other: the engine has PR_SET_PDEATHSIG, the agent holds the engine's pidfd. The agent ends too when a
 gateway's connection ends. With ``--launcher`` it has PR_SET_PDEATHSIG too, so that it ends with its launcher even while it is
 stopped. That signal comes when the *thread* that started the agent ends: only a launcher whose starting thread lives as long as

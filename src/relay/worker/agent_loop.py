@@ -12,13 +12,12 @@ from relay.worker.agent import FLUSH_S, HEARTBEAT_NS, engine_state
 from relay.worker.control_link import ControlLink, LinkLost
 from relay.worker.gateway_links import GatewayLinks, Received
 from relay.worker.host import host_identity
-from relay.worker.last_word import last_word
+from relay.worker.last_word import ended_by_itself, last_word
 from relay.worker.spec import WorkerSpec
 from relay.worker.status_page import StatusPage, manifest_of
 from relay.worker.step_age import LONG_STEP_MS, StepAge, thread_waits
 
 DYING = "X"  # what the kernel calls a dead process
-KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class AgentLoop:
@@ -51,7 +50,7 @@ class AgentLoop:
         message = EngineExited(status, number, *manifest_of(self._page.manifest()))
         self._links.send(None, message)
         self._links.finish(FLUSH_S)
-        if message.manifest and not lost and number not in KILL_SIGNALS:
+        if ended_by_itself(message) and not lost:
             print(last_word(message), flush=True)
         if lost:
             print(f"{self._spec.worker}: {lost}", file=sys.stderr, flush=True)

@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.backend import Backend, QueueingBackend
 from relay.kernels.kv_frames import SharingFailed
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from relay.kernels.cpu.backend import CpuBackend
+    from relay.kernels.cuda.backend import CudaBackend
+    from relay.kernels.ranks.exchange import MeetingPlace
+    from relay.kernels.ranks.share import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
     """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
     if spec.transport != "ipc" or spec.backend != "cuda":
         return []
+    if spec.ranks > 1:
+        raise UsageError(
+            "--transport ipc: KV of a worker with --tensor-parallel-size over 1 goes through host memory; use auto, shm or tcp"
+        )
     from relay.kernels.cuda.ipc import DeviceMemory
     from relay.transfer.ipc import IpcWire
 
@@ -62,12 +71,27 @@ def make_backend(spec: WorkerSpec) -> tuple[Backend, Checksum]:
 
     if spec.backend == "cuda":
         instruction(b"")  # C kernels that are not built are found now and not by the first transfer
-        return _cuda(spec), instruction
     if spec.ranks > 1:
         from relay.worker.ranks import start_ranks
 
         return start_ranks(spec), instruction
+    if spec.backend == "cuda":
+        return _cuda(spec), instruction
     return cpu_backend(spec), instruction
+
+
+def rank_share(spec: WorkerSpec, rank: int, place: "MeetingPlace") -> "Share":
+    """What ``rank`` of the worker computes with. Raises UsageError for a missing extra or device."""
+    if spec.backend == "cuda":
+        device = spec.rank_devices[rank]
+        backend = _cuda(msgspec.structs.replace(spec, device=device, weights_socket="", gpu_sharers=1))
+        from relay.kernels.cuda.rank_share import CudaRankShare
+
+        return CudaRankShare(backend, device, spec.ranks, rank, spec.max_num_batched_tokens, spec.max_num_seqs)
+    from relay.kernels.ranks.exchange import Exchange
+    from relay.kernels.ranks.share import RankShare
+
+    return RankShare(cpu_backend(spec), Exchange(place, rank), spec.ranks, rank)
 
 
 def cpu_backend(spec: WorkerSpec) -> "CpuBackend":
@@ -97,7 +121,7 @@ def num_kv_blocks(spec: WorkerSpec, backend: Backend, block_bytes: int) -> int:
     return num_blocks
 
 
-def _cuda(spec: WorkerSpec) -> Backend:
+def _cuda(spec: WorkerSpec) -> "CudaBackend":
     try:
         from relay.kernels.cuda.backend import CudaBackend
     except ModuleNotFoundError as error:

@@ -4,6 +4,7 @@
 output anyway, on whatever machine, and needs no connection that the fault may have cut.
 """
 
+import signal
 from collections.abc import Iterable
 
 import msgspec
@@ -11,7 +12,13 @@ import msgspec
 from relay.protocol.messages import EngineExited
 
 _START = "engine crashed: "
+KILL_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 MAX_ROWS = 128  # named in the line, which launchers cut: beyond that nobody is alone anyway
+
+
+def ended_by_itself(message: EngineExited) -> bool:
+    """Its engine crashed in a step: rows are named, and it neither left as asked nor was killed."""
+    return bool(message.manifest) and message.status != 0 and message.signal not in KILL_SIGNALS
 
 
 def last_word(message: EngineExited) -> str:

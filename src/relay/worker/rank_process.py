@@ -30,28 +30,27 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from relay.kernels.ranks import calls
-    from relay.kernels.ranks.backend import obey
-    from relay.kernels.ranks.exchange import Exchange, MeetingPlace
-    from relay.kernels.ranks.share import RankShare
+    from relay.kernels.ranks.exchange import MeetingPlace
+    from relay.kernels.ranks.follower import obey
     from relay.models.llama import build_program
     from relay.models.pack import Pack
-    from relay.worker.device import cpu_backend
+    from relay.worker.device import rank_share
     from relay.worker.spec import decode_spec
 
     link = socket.socket(fileno=arguments.link)
     spec = decode_spec(arguments.spec)
     memory, *bells = (int(text) for text in arguments.place.split(","))
     rows = tuple(tuple(bells[start : start + spec.ranks]) for start in range(0, len(bells), spec.ranks))
-    exchange = Exchange(MeetingPlace(spec.ranks, arguments.floats, memory, rows), arguments.rank)
+    place = MeetingPlace(spec.ranks, arguments.floats, memory, rows)
     try:
         try:
             pack = Pack(Path(spec.pack_path))
-            share = RankShare(cpu_backend(spec), exchange, spec.ranks, arguments.rank)
+            share = rank_share(spec, arguments.rank, place)
             share.load(build_program(pack.config), pack)
         except RelayError as error:
             calls.send(link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
             return error.exit_code
-        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics())))
+        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics(), share.handle())))
         obey(share, link, arguments.pool, arguments.rank)
     except calls.LinkEnded:
         return 1

@@ -10,11 +10,10 @@ import threading
 
 from relay.errors import DeviceLostError
 from relay.kernels.ranks.backend import RankedBackend
-from relay.kernels.ranks.exchange import Exchange, MeetingPlace
-from relay.kernels.ranks.share import RankShare
+from relay.kernels.ranks.exchange import MeetingPlace
 from relay.models.config import ModelConfig
 from relay.models.pack import Pack
-from relay.worker.device import cpu_backend
+from relay.worker.device import rank_share
 from relay.worker.spec import WorkerSpec, encode_spec
 
 END_S = 5.0
@@ -40,8 +39,9 @@ def start_ranks(spec: WorkerSpec) -> RankedBackend:
         processes.append(_start(spec, rank, place, pool_memory, theirs))
         theirs.close()
         links.append(ours)
-    share = RankShare(cpu_backend(spec), Exchange(place, 0), spec.ranks, 0)
-    return RankedBackend(share, links, pool_memory, RankProcesses(processes, links, place, pool_memory))
+    return RankedBackend(
+        rank_share(spec, 0, place), links, pool_memory, RankProcesses(processes, links, place, pool_memory)
+    )
 
 
 def _start(

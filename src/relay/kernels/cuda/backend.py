@@ -8,7 +8,7 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
+from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
@@ -35,6 +36,7 @@ from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import KvRange, Place
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
+from relay.kernels.ranks.split import Meeting
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
@@ -82,6 +84,7 @@ class CudaBackend:
         self._graphs = DecodeGraphs(self, max_rows) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
+        self._meetings: Mapping[int, Meeting] = {}
         self._capacity = 0
         self._step: Step | None = None
         self._mode: Mode = PLAIN
@@ -107,6 +110,18 @@ class CudaBackend:
         self._device.vectors.update(vectors)
         self.bind(program)
 
+    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan) -> None:
+        """Before ``load``: this is one rank of several, and meets the others after these ops."""
+        self._meetings, self._device.areas = meetings, areas
+
+    def set_links(self, links: Links) -> None:
+        """Before the first step: where the other ranks are."""
+        self._device.links = links
+
+    def add_vector(self, name: str, values: np.ndarray) -> None:
+        """An fp32 vector that no op names but a meeting does."""
+        self._device.vectors[name] = torch.from_numpy(np.array(values, np.float32)).to(self._device.name)
+
     def bind(self, program: Program) -> None:
         """Test the library on every weight shape and the sampler on its definition; prepare the launches of every op."""
         self._program = program
@@ -124,7 +139,7 @@ class CudaBackend:
                         device.layers[key].test(w, largest)
             check_draws(device.name, dtype=self._type)
         self._stream.synchronize()
-        self._launches: list[Launch] = compile_ops(program, device)
+        self._launches: list[Launch] = compile_ops(program, device, self._meetings)
         self._sampler = Sampler(self._max_rows, program.geometry.vocab, device.name, self._tables)
 
     @device_errors()

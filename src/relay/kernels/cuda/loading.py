@@ -72,9 +72,10 @@ def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, t
             case Embed(weight, dst):
                 matrices[weight] = (geometry.vocab, geometry.width(dst))
             case Linear(src, dst, weight, bias):
-                matrices[weight] = (geometry.width(dst), geometry.width(src))
+                outputs = geometry.width(dst) if op.outputs is None else op.outputs
+                matrices[weight] = (outputs, geometry.width(src))
                 if bias is not None:
-                    vectors[bias] = (geometry.width(dst),)
+                    vectors[bias] = (outputs,)
             case RmsNorm(src, _, weight):
                 vectors[weight] = (geometry.width(src),)
             case HeadNorm(q_weight, k_weight):

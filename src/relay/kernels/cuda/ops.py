@@ -4,7 +4,7 @@ A linear that accumulates leaves its product in a buffer of its own; the norm (o
 next adds it, one rounding either way. Ranges of ops may be cut anywhere, since every op keeps its own launches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from relay.kernels.cuda.elementwise import embed, select_rows, silu_mul
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.linear_int8 import linear_int8, tile_for
 from relay.kernels.cuda.norm import add_bias, add_residual, rms_norm
+from relay.kernels.cuda.rank_meetings import AreaPlan, Links, gather_ranks, sum_ranks
 from relay.kernels.cuda.rope import rope_write_kv
 from relay.kernels.cuda.step import Step
 from relay.kernels.program import (
@@ -30,6 +31,7 @@ from relay.kernels.program import (
     SelectRows,
     SiluMul,
 )
+from relay.kernels.ranks.split import Gather, Meeting
 
 Launch = Callable[[Step], None]
 
@@ -51,6 +53,8 @@ class Device:
     last_tokens: torch.Tensor | None = None  # int32 [slots + 1]
     scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # decode partials by splits
     max_decodes: int = 256
+    links: Links | None = None  # to the other ranks of this worker
+    areas: AreaPlan | None = None
 
     def cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer."""
@@ -64,9 +68,43 @@ class Device:
         return self.scratch[splits]
 
 
-def compile_ops(program: Program, device: Device) -> list[Launch]:
-    """One launch function an op. Raises CorruptModelError for an order of ops that this backend does not know."""
-    return [_compile(program, index, device) for index in range(len(program.ops))]
+def compile_ops(program: Program, device: Device, meetings: Mapping[int, Meeting] | None = None) -> list[Launch]:
+    """One launch function an op, with the meetings that follow it. Raises CorruptModelError for an order of ops that this backend
+    does not know."""
+    met = meetings or {}
+    return [
+        _meeting(program.ops[index], index, met[index], device) if index in met else _compile(program, index, device)
+        for index in range(len(program.ops))
+    ]
+
+
+def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
+    """A linear into our area, then the ranks' sum into the residual stream, or their columns into the logits."""
+    if not isinstance(op, Linear) or op.bias is not None:
+        raise CorruptModelError("ranks meet after linears without a bias of their own")
+    firsts = None
+    if isinstance(meeting, Gather):
+        edges = [first for first, _ in meeting.parts] + [meeting.parts[-1][1]]
+        firsts = torch.tensor(edges, dtype=torch.int64, device=device.name)
+
+    def launch(step: Step) -> None:
+        assert device.links is not None
+        assert device.areas is not None
+        rows = _rows(step, Buffer.L if isinstance(meeting, Gather) else Buffer.X)
+        w = device.matrices[op.weight]
+        area, start = device.links.areas[device.links.rank], device.areas.starts[index]
+        height = device.buffers[Buffer.L if isinstance(meeting, Gather) else Buffer.X].shape[0]
+        target = area[start : start + height * w.shape[0]].view(height, w.shape[0])
+        device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
+        if isinstance(meeting, Gather):
+            if rows == 0:  # nothing is sampled, on any rank: there is nobody to meet
+                return
+            gather_ranks(device.links, device.buffers[Buffer.L][:rows], start, firsts)
+        else:
+            bias = None if meeting.bias is None else device.vectors[meeting.bias]
+            sum_ranks(device.links, device.buffers[Buffer.X][:rows], start, bias)
+
+    return launch
 
 
 def _compile(program: Program, index: int, device: Device) -> Launch:

@@ -3,20 +3,26 @@
 import contextlib
 import os
 import socket
+import threading
+from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
 from relay.errors import DeviceLostError, RelayError, StartupError
-from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.backend import Batch, QueueingBackend, SampledToken
+from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Program
 from relay.kernels.ranks import calls
 from relay.kernels.ranks.pools import AllPools, RankPool
-from relay.kernels.ranks.share import RankShare, pool_bytes
+from relay.kernels.ranks.share import Share, pool_bytes
 from relay.kernels.ranks.split import check_ranks, even, kv_head_ranges
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
+
+A = TypeVar("A", calls.Fits, calls.KvBytes)
+BATCHES = 4  # remembered: a step is sampled before the second after it runs
 
 
 class Watch(Protocol):
@@ -37,12 +43,14 @@ class RankedBackend:
     Raises DeviceLostError once a rank has gone: what it had cannot be computed any more.
     """
 
-    def __init__(self, share: RankShare, links: list[socket.socket], pool_memory: int, watch: Watch) -> None:
+    def __init__(self, share: Share, links: list[socket.socket], pool_memory: int, watch: Watch) -> None:
         self.name = share.backend.name
         self._share, self._links, self._memory, self._watch = share, links, pool_memory, watch
         self._ranks = len(links) + 1
         self._failed = 0
-        self._batch: Batch | None = None
+        self._batches: deque[tuple[int, Batch]] = deque(maxlen=BATCHES)
+        self._runs = 0
+        self._lock = threading.Lock()  # of the links: KV is asked for by other threads than the one that computes
         self._open = True
 
     def load(self, program: Program, weights: WeightSource) -> None:
@@ -50,6 +58,7 @@ class RankedBackend:
         check_ranks(program.geometry, self._ranks)
         self._geometry = program.geometry
         self._share.load(program, weights)
+        own, handles = self._share.backend.numerics(), [self._share.handle()]
         for rank, link in enumerate(self._links, 1):
             try:
                 answer = calls.receive_answer(link)
@@ -58,24 +67,35 @@ class RankedBackend:
             if isinstance(answer, calls.CannotStart):
                 kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
                 raise kinds.get(answer.exit_code, StartupError)(answer.reason)
-            own = self._share.backend.numerics()
+            assert isinstance(answer, calls.Loaded)
+            handles.append(answer.handle)
             if answer.numerics != own:
                 different = sorted(name for name in own if own[name] != answer.numerics.get(name))
                 raise StartupError(
                     f"rank {rank} computes other bits than rank 0 ({', '.join(different)}): use equal devices"
                 )
         self._watch.start()
+        self._tell(calls.Connect(handles=handles))
+        self._share.connect(handles)
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
         g = self._geometry
         heads = [last - first for first, last in kv_head_ranges(g, self._ranks)]
         sizes = [pool_bytes(num_blocks, block_size, g.num_layers, one * g.head_dim, dtype) for one in heads]
-        os.ftruncate(self._memory, sum(sizes))
+        if self._share.shares_pools:
+            os.ftruncate(self._memory, sum(sizes))
         self._tell(calls.Allocate(num_blocks=num_blocks, block_size=block_size, dtype=dtype, pool_bytes=sizes))
         self._share.allocate_kv(num_blocks, block_size, dtype, self._memory, 0)
+        self._kv = self._shared_pools(heads, sizes, num_blocks, block_size, dtype) if self._share.shares_pools else None
+
+    def _shared_pools(
+        self, heads: list[int], sizes: list[int], num_blocks: int, block_size: int, dtype: str
+    ) -> AllPools:
+        g, backend = self._geometry, self._share.backend
+        assert isinstance(backend, CpuBackend)
         pools = [
             RankPool(
-                self._share.backend.isa,
+                backend.isa,
                 self._memory,
                 sum(sizes[:rank]),
                 layers=g.num_layers,
@@ -87,7 +107,7 @@ class RankedBackend:
             )
             for rank, one in enumerate(heads)
         ]
-        self._pools = AllPools(pools, g.num_layers)
+        return AllPools(pools, g.num_layers)
 
     def bind_slot(
         self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
@@ -103,15 +123,18 @@ class RankedBackend:
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
         """Returns when every rank is through, so that K and V of all heads are in their pools."""
-        known = batch is self._batch
-        self._batch = batch
+        known = bool(self._batches) and self._batches[-1][1] is batch
+        if not known:
+            self._runs += 1
+            self._batches.append((self._runs, batch))
         packed = None if known else calls.pack_batch(batch)
-        self._tell(calls.Run(start=start, stop=stop, batch=packed, max_blocks=batch.block_tables.shape[1]))
+        width = batch.block_tables.shape[1]
+        self._tell(calls.Run(start=start, stop=stop, number=self._runs, batch=packed, max_blocks=width))
         with self._counted():
             self._share.run(start, stop, batch)
 
     def sample(self, batch: Batch) -> list[SampledToken]:
-        self._tell(calls.Sample())
+        self._tell(calls.Sample(number=next(number for number, one in self._batches if one is batch)))
         with self._counted():
             return self._share.sample(batch)
 
@@ -124,13 +147,68 @@ class RankedBackend:
         return self._share.backend.logits()
 
     def kv_bytes_per_token_layer(self) -> int:
-        return self._pools.token_bytes
+        own = self._share.backend.kv_bytes_per_token_layer()
+        return own * self._geometry.num_kv_heads // self._heads(0)
 
     def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self._pools.read(layer, block_table, first, count, out)
+        if self._kv is not None:
+            self._kv.read(layer, block_table, first, count, out)
+            return
+        whole = self._whole(out, count)
+        call = calls.MoveKv(layer=layer, block_table=_int32(block_table), first=first, count=count)
+        head = 0
+        for rank in range(self._ranks):
+            heads = self._heads(rank)
+            if rank:
+                data = self._ask(rank, call, calls.KvBytes).data
+            else:
+                buffer = bytearray(whole[:, :, :heads].size)
+                self._share.backend.read_kv(layer, block_table, first, count, memoryview(buffer))
+                data = bytes(buffer)
+            if not data:
+                raise ValueError(f"rank {rank} could not read {count} tokens of layer {layer}")
+            whole[:, :, head : head + heads] = np.frombuffer(data, np.uint8).reshape(2, count, heads, -1)
+            head += heads
 
     def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self._pools.write(layer, block_table, first, count, data)
+        if self._kv is not None:
+            self._kv.write(layer, block_table, first, count, data)
+            return
+        whole = self._whole(data, count)
+        table, head = _int32(block_table), 0
+        for rank in range(self._ranks):
+            part = np.ascontiguousarray(whole[:, :, head : head + self._heads(rank)]).tobytes()
+            head += self._heads(rank)
+            if rank:
+                call = calls.MoveKv(layer=layer, block_table=table, first=first, count=count, data=part)
+                self._ask(rank, call, calls.KvBytes)
+            else:
+                self._share.backend.write_kv(layer, block_table, first, count, memoryview(part))
+
+    def _heads(self, rank: int) -> int:
+        first, last = even(self._geometry.num_kv_heads, self._ranks, rank)
+        return last - first
+
+    def _whole(self, data: memoryview, count: int) -> np.ndarray:
+        """``data`` as [K and V, token, head, bytes of a head]."""
+        return np.frombuffer(data, np.uint8).reshape(2, count, self._geometry.num_kv_heads, -1)
+
+    def ended(self, batch: Batch) -> bool:
+        """Rank 0's work needs everybody's, so its end is enough. Only of backends on devices."""
+        return cast(QueueingBackend, self._share.backend).ended(batch)
+
+    def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
+        """The least of all ranks. Only of backends on devices."""
+        backend = cast(QueueingBackend, self._share.backend)
+        found = [backend.kv_blocks_that_fit(block_size, fraction)]
+        call = calls.Fit(block_size=block_size, fraction=fraction)
+        found += [self._ask(rank, call, calls.Fits).num_blocks for rank in range(1, self._ranks)]
+        return min(found)
+
+    def warm_up(self, longest: int) -> None:
+        """Every rank captures the same graphs in the same order. Only of backends on devices."""
+        self._tell(calls.WarmUp(longest=longest))
+        cast(QueueingBackend, self._share.backend).warm_up(longest)
 
     def numerics(self) -> dict[str, str]:
         """As one rank's, and how many there are: the order of sums is a function of that number and the model's sizes."""
@@ -147,13 +225,29 @@ class RankedBackend:
             self._watch.stop()
 
     def _tell(self, call: calls.Call) -> None:
-        call.failed = self._failed
-        message = calls.encode(call)
-        for rank, link in enumerate(self._links, 1):
+        with self._lock:
+            call.failed = self._failed
+            message = calls.encode(call)
+            for rank in range(1, self._ranks):
+                self._send(rank, message)
+
+    def _ask(self, rank: int, call: calls.Call, kind: type[A]) -> A:
+        """One rank's answer. Other calls wait until it is there, so that answers have an order."""
+        with self._lock:
+            call.failed = self._failed
+            self._send(rank, calls.encode(call))
             try:
-                calls.send(link, message)
+                answer = calls.receive_answer(self._links[rank - 1])
             except calls.LinkEnded as error:
                 raise DeviceLostError(f"rank {rank} of this worker has ended: {error}") from error
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            calls.send(self._links[rank - 1], message)
+        except calls.LinkEnded as error:
+            raise DeviceLostError(f"rank {rank} of this worker has ended: {error}") from error
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -164,38 +258,5 @@ class RankedBackend:
             raise
 
 
-def obey(share: RankShare, link: socket.socket, pool_memory: int, rank: int) -> None:
-    """A follower's life after it has loaded: make rank 0's calls until it closes. Raises LinkEnded, DeviceLostError."""
-    failed = 0
-    batch: Batch | None = None
-    while True:
-        call = calls.receive_call(link)
-        if call.failed != failed:
-            raise DeviceLostError(f"rank {rank} failed {failed} calls, rank 0 {call.failed}: their states differ")
-        try:
-            match call:
-                case calls.Allocate():
-                    offset = sum(call.pool_bytes[:rank])
-                    share.allocate_kv(call.num_blocks, call.block_size, call.dtype, pool_memory, offset)
-                case calls.Bind():
-                    share.bind_slot(call.slot, call.params, call.choice, call.prompt_ids, call.output_ids)
-                case calls.Release():
-                    share.release_slot(call.slot)
-                case calls.CopyBlock():
-                    share.copy_block(call.source, call.target)
-                case calls.Run():
-                    if call.batch is not None:
-                        batch = calls.unpack_batch(call.batch, call.max_blocks)
-                    assert batch is not None
-                    share.run(call.start, call.stop, batch)
-                case calls.Sample():
-                    assert batch is not None
-                    share.sample(batch)
-                case calls.Close():
-                    return
-        except DeviceLostError:
-            raise
-        except (
-            Exception
-        ):  # rank 0 failed the same call for the same reason, or the count of the next one says otherwise
-            failed += 1
+def _int32(table: np.ndarray) -> bytes:
+    return np.ascontiguousarray(table, np.int32).tobytes()

@@ -52,29 +52,70 @@ class CopyBlock(Call, tag="copy"):
 
 
 class Run(Call, tag="run"):
-    """``batch`` None: that of the call before."""
+    """``batch`` None: that of the call before. ``number`` names the batch."""
 
     start: int
     stop: int
+    number: int
     batch: list[bytes] | None = None
     max_blocks: int = 0
 
 
 class Sample(Call, tag="sample"):
-    """From the batch of the run before."""
+    """From the batch of this number: with work queued on devices it need not be the newest."""
+
+    number: int
+
+
+class Connect(Call, tag="connect"):
+    """What names the area of every rank, once all have loaded; empty where they share memory."""
+
+    handles: list[bytes]
+
+
+class Fit(Call, tag="fit"):
+    """Asks how many KV blocks fit; the answer is ``Fits``."""
+
+    block_size: int
+    fraction: float
+
+
+class WarmUp(Call, tag="warm_up"):
+    longest: int
+
+
+class MoveKv(Call, tag="move_kv"):
+    """A rank's own heads, canonical: ``data`` is written, or None asks for ``KvBytes``. Where pools are not shared."""
+
+    layer: int
+    block_table: bytes
+    first: int
+    count: int
+    data: bytes | None = None
 
 
 class Close(Call, tag="close"):
     pass
 
 
-AnyCall = Allocate | Bind | Release | CopyBlock | Run | Sample | Close
+AnyCall = Allocate | Bind | Release | CopyBlock | Run | Sample | Connect | Fit | WarmUp | MoveKv | Close
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
     """A rank's answer once its weights are bound."""
 
     numerics: dict[str, str]
+    handle: bytes = b""
+
+
+class Fits(msgspec.Struct, tag="fits"):
+    num_blocks: int
+
+
+class KvBytes(msgspec.Struct, tag="kv"):
+    """Empty: the rank could not."""
+
+    data: bytes
 
 
 class CannotStart(msgspec.Struct, tag="cannot"):
@@ -84,7 +125,7 @@ class CannotStart(msgspec.Struct, tag="cannot"):
     exit_code: int
 
 
-Answer = Loaded | CannotStart
+Answer = Loaded | CannotStart | Fits | KvBytes
 
 _ARRAYS = ("token_ids", "positions", "row_starts", "slots", "block_tables", "sampled_rows")
 _encoder = msgspec.msgpack.Encoder()

@@ -1,11 +1,11 @@
 """One rank's share of a CPU worker: the C kernels between meetings."""
 
 import mmap
-import os
+from typing import Protocol
 
 import numpy as np
 
-from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.backend import Batch, QueueingBackend, SampledToken
 from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Buffer, Program
 from relay.kernels.ranks.exchange import Exchange
@@ -23,6 +23,39 @@ def pool_bytes(num_blocks: int, block_size: int, layers: int, kv_width: int, dty
     return -(-size // PAGE) * PAGE
 
 
+class Share(Protocol):
+    """One rank's part of a worker, whatever computes it. Calls are a ``Backend``'s, made by every rank in the same order."""
+
+    shares_pools: bool  # whether rank 0 maps the KV pools of all ranks
+
+    @property
+    def backend(self) -> CpuBackend | QueueingBackend: ...
+
+    def load(self, program: Program, weights: WeightSource) -> None: ...
+
+    def handle(self) -> bytes:
+        """What the other ranks need to know of this one before they meet; after ``load``."""
+        ...
+
+    def connect(self, handles: list[bytes]) -> None:
+        """``handles`` of all ranks, by rank."""
+        ...
+
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None: ...
+
+    def bind_slot(
+        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
+    ) -> None: ...
+
+    def release_slot(self, slot: int) -> None: ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def run(self, start: int, stop: int, batch: Batch) -> None: ...
+
+    def sample(self, batch: Batch) -> list[SampledToken]: ...
+
+
 class RankShare:
     """Makes the calls of a ``Backend`` on its part of the model, and meets the other ranks where the program says.
 
@@ -32,6 +65,7 @@ class RankShare:
     def __init__(self, backend: CpuBackend, exchange: Exchange, ranks: int, rank: int) -> None:
         self.backend, self.exchange = backend, exchange
         self._ranks, self._rank = ranks, rank
+        self.shares_pools = True
         self.part: RankProgram
         self._runs = 0
 
@@ -44,6 +78,12 @@ class RankShare:
         }
         self._stops = sorted(self.part.meetings)
         self.backend.load(self.part.program, RankWeights(weights, self.part.cuts))
+
+    def handle(self) -> bytes:
+        return b""
+
+    def connect(self, handles: list[bytes]) -> None:
+        """Ranks of one machine's processors met when they were started."""
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None:
         """The pool lies at ``offset`` of the memfd ``memory``."""
@@ -98,10 +138,3 @@ class RankShare:
         first, last = meeting.parts[self._rank]
         logits = self.backend.buffer(Buffer.L)[: len(batch.sampled_rows)]
         self.exchange.gather(logits[:, : last - first], meeting.parts, logits)
-
-
-def shared_pool(sizes: list[int]) -> tuple[int, list[int]]:
-    """(memfd for the pools of all ranks, the offset of each). Memory is touched only when written."""
-    descriptor = os.memfd_create("relay-rank-kv")
-    os.ftruncate(descriptor, sum(sizes))
-    return descriptor, [sum(sizes[:rank]) for rank in range(len(sizes))]

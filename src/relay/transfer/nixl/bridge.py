@@ -56,10 +56,17 @@ class SourceBridge:
         self._ring = ring
         self._position = 0
         self._writes: deque[Write] = deque()
+        self._lent = 0  # bytes of the ring that D has not given back
 
     @property
-    def idle(self) -> bool:
-        return not self._writes
+    def busy(self) -> bool:
+        """Whether something is under way that ``poll`` moves."""
+        return bool(self._writes)
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing can happen until ``advance``."""
+        return not self._writes and not self._lent
 
     def advance(self, count: int) -> None:
         """The engine has filled ``count`` more records."""
@@ -68,6 +75,7 @@ class SourceBridge:
             size = payload_bytes(slot)
             placement = place(self._position, size, len(self._ring))
             self._position = placement.next
+            self._lent += placement.occupied
             if size:
                 self._writes.append(self._agent.write(placement.payload, size, slot))
             else:
@@ -80,8 +88,9 @@ class SourceBridge:
             if len(note) != _SPACE.size:
                 raise FrameError(f"notification of {len(note)} bytes from D")
             units += _SPACE.unpack(note)[0]
-        if units * ALIGNMENT > len(self._ring):
-            raise FrameError(f"D gave back {units * ALIGNMENT} bytes of a ring of {len(self._ring)}")
+        if units * ALIGNMENT > self._lent:
+            raise FrameError(f"D gave back {units * ALIGNMENT} bytes of {self._lent} it had")
+        self._lent -= units * ALIGNMENT
         while self._writes and self._writes[0].done():
             self._writes.popleft()
         return units
@@ -98,8 +107,14 @@ class TargetBridge:
         self._waiting: dict[int, bytes] = {}  # slots that came before their predecessors, by number
 
     @property
-    def idle(self) -> bool:
-        return not self._waiting
+    def busy(self) -> bool:
+        """Whether records wait for an earlier one that is under way."""
+        return bool(self._waiting)
+
+    @property
+    def resting(self) -> bool:
+        """Never: a peer may write at any time, and only ``poll`` tells."""
+        return False
 
     def advance(self, units: int) -> None:
         """The engine needs ``units`` of the ring no more."""

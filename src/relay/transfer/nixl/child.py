@@ -24,7 +24,8 @@ from relay.transfer.shm import Descriptor, Ring
 
 Role = Literal["source", "target"]
 SHORTEST_NAP_S = 0.0001
-LONGEST_NAP_S = 0.004  # what the first frame after a pause may wait; NIXL has nothing to sleep on
+LONGEST_NAP_S = 0.004  # what the first frame after a pause may wait at D; NIXL has nothing to sleep on
+REST_S = 0.25  # while only the engine can begin something; NIXL's own keepalive goes on
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,7 +72,9 @@ def _move(bridge: SourceBridge | TargetBridge, control: socket.socket, told: Des
         moved = bridge.poll()
         if moved:
             os.eventfd_write(tells.number, moved)
-        nap_s = SHORTEST_NAP_S if moved or count or not bridge.idle else min(nap_s * 2, LONGEST_NAP_S)
+        nap_s = SHORTEST_NAP_S if moved or count or bridge.busy else min(nap_s * 2, LONGEST_NAP_S)
+        if bridge.resting:
+            nap_s = REST_S
 
 
 def _low(number: int) -> int:

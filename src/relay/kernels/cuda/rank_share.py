@@ -1,0 +1,117 @@
+"""One rank's share of a worker on several GPUs: a ``CudaBackend`` over its part of the model, with meetings between its launches.
+
+Not run on two GPUs yet: see docs/decisions/0014-several-gpus.md.
+"""
+
+import msgspec
+import torch
+
+from relay.errors import StartupError
+from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.ipc import DeviceMemory
+from relay.kernels.cuda.launch import device_errors
+from relay.kernels.cuda.linear_choice import row_counts
+from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas
+from relay.kernels.kv_frames import SharingFailed
+from relay.kernels.program import Program
+from relay.kernels.ranks.split import split_program
+from relay.kernels.ranks.weights import RankWeights
+from relay.kernels.weights import WeightSource
+from relay.protocol.sampling import SamplingParams
+
+FLAG_BYTES = 256  # before the area: MAX_RANKS int32, and room so that the area is aligned
+
+
+class AreaHandle(msgspec.Struct, frozen=True):
+    """What another rank needs to map this one's flags and area."""
+
+    handle: bytes
+    size_bytes: int
+
+
+class CudaRankShare:
+    """Implements ``relay.kernels.ranks.share.Share``. Every rank draws every token itself, from equal logits."""
+
+    shares_pools = False
+
+    def __init__(
+        self, backend: CudaBackend, device: str, ranks: int, rank: int, max_tokens: int, max_rows: int
+    ) -> None:
+        """Raises StartupError without the driver's calls for shared memory."""
+        self.backend = backend
+        self._device, self._ranks, self._rank = device, ranks, rank
+        self._rows = row_counts(max(max_tokens, max_rows))[-1]
+        self._sampled = -(-max_rows // 256) * 256
+        try:
+            self._memory = DeviceMemory(device)
+        except SharingFailed as error:
+            raise StartupError(f"ranks cannot share memory: {error}") from error
+
+    def load(self, program: Program, weights: WeightSource) -> None:
+        part = split_program(program, self._ranks, self._rank)
+        plan = plan_areas(part, self._rows, self._sampled)
+        self.backend.set_meetings(part.meetings, plan)
+        self.backend.load(part.program, RankWeights(weights, part.cuts))
+        for meeting in part.meetings.values():
+            bias = getattr(meeting, "bias", None)
+            if bias is not None:
+                self.backend.add_vector(bias, weights.vector(bias))
+        self._size = FLAG_BYTES + 2 * plan.elements
+        try:
+            self._own = self._memory.allocate(self._size)
+        except SharingFailed as error:
+            raise StartupError(f"no room for what ranks exchange on {self._device}: {error}") from error
+        self._own.tensor.zero_()
+        torch.cuda.synchronize(self._device)
+
+    def handle(self) -> bytes:
+        return msgspec.msgpack.encode(AreaHandle(self._memory.handle(self._own), self._size))
+
+    def connect(self, handles: list[bytes]) -> None:
+        """Raises StartupError where a peer's memory cannot be mapped."""
+        areas = []
+        for rank, raw in enumerate(handles):
+            if rank == self._rank:
+                areas.append(self._own)
+                continue
+            other = msgspec.msgpack.decode(raw, type=AreaHandle)
+            try:
+                areas.append(self._memory.open(other.handle, other.size_bytes))
+            except SharingFailed as error:
+                raise StartupError(
+                    f"rank {self._rank} on {self._device} cannot reach the memory of rank {rank}: {error}; "
+                    "choose devices that are peers (`relay devices` lists them)"
+                ) from error
+        self._areas = areas
+        self.backend.set_links(
+            Links(
+                self._rank,
+                self._ranks,
+                [area.tensor[FLAG_BYTES:].view(torch.bfloat16) for area in areas],
+                [area.tensor[: 4 * MAX_RANKS].view(torch.int32) for area in areas],
+                torch.zeros(STATE_WORDS, dtype=torch.int32, device=self._device),
+            )
+        )
+
+    @device_errors()
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None:
+        """On the rank's own device; ``memory`` is not used."""
+        self.backend.allocate_kv(num_blocks, block_size, dtype)
+
+    def bind_slot(
+        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
+    ) -> None:
+        self.backend.bind_slot(slot, params, choice, prompt_ids, output_ids)
+
+    def release_slot(self, slot: int) -> None:
+        self.backend.release_slot(slot)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.backend.copy_block(source, target)
+
+    def run(self, start: int, stop: int, batch: Batch) -> None:
+        self.backend.run(start, stop, batch)
+
+    def sample(self, batch: Batch) -> list[SampledToken]:
+        return self.backend.sample(batch)

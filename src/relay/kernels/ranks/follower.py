@@ -1,0 +1,90 @@
+"""A rank other than the first, after it has loaded: it makes rank 0's calls, in order, until the link is closed."""
+
+import socket
+from typing import cast
+
+import numpy as np
+
+from relay.errors import DeviceLostError
+from relay.kernels.backend import Batch, QueueingBackend
+from relay.kernels.ranks import calls
+from relay.kernels.ranks.backend import BATCHES
+from relay.kernels.ranks.share import Share
+
+
+def obey(share: Share, link: socket.socket, pool_memory: int, rank: int) -> None:
+    """Returns after ``Close``. Raises LinkEnded, and DeviceLostError where rank 0 counts other failures than we do."""
+    _Follower(share, link, pool_memory, rank).live()
+
+
+class _Follower:
+    def __init__(self, share: Share, link: socket.socket, pool_memory: int, rank: int) -> None:
+        self._share, self._link, self._memory, self._rank = share, link, pool_memory, rank
+        self._batches: dict[int, Batch] = {}
+
+    def live(self) -> None:
+        failed = 0
+        while True:
+            call = calls.receive_call(self._link)
+            if isinstance(call, calls.Close):
+                return
+            if isinstance(call, calls.MoveKv | calls.Fit):
+                self._answer(call)
+                continue
+            if call.failed != failed:
+                raise DeviceLostError(
+                    f"rank {self._rank} failed {failed} calls, rank 0 {call.failed}: their states differ"
+                )
+            try:
+                self._make(call)
+            except DeviceLostError:
+                raise
+            except Exception:
+                if isinstance(call, calls.Connect | calls.Allocate | calls.WarmUp):
+                    raise
+                failed += 1  # rank 0 failed it too, for the same reason, or its next count says otherwise
+
+    def _make(self, call: calls.AnyCall) -> None:
+        share = self._share
+        match call:
+            case calls.Connect():
+                share.connect(call.handles)
+            case calls.Allocate():
+                offset = sum(call.pool_bytes[: self._rank])
+                share.allocate_kv(call.num_blocks, call.block_size, call.dtype, self._memory, offset)
+            case calls.WarmUp():
+                cast(QueueingBackend, share.backend).warm_up(call.longest)
+            case calls.Bind():
+                share.bind_slot(call.slot, call.params, call.choice, call.prompt_ids, call.output_ids)
+            case calls.Release():
+                share.release_slot(call.slot)
+            case calls.CopyBlock():
+                share.copy_block(call.source, call.target)
+            case calls.Run():
+                if call.batch is not None:
+                    self._batches[call.number] = calls.unpack_batch(call.batch, call.max_blocks)
+                    self._batches.pop(call.number - BATCHES, None)
+                share.run(call.start, call.stop, self._batches[call.number])
+            case calls.Sample():
+                share.sample(self._batches[call.number])
+
+    def _answer(self, call: calls.MoveKv | calls.Fit) -> None:
+        """Other threads of rank 0 ask for these, at any time, and failures are theirs alone."""
+        backend = self._share.backend
+        if isinstance(call, calls.Fit):
+            num_blocks = cast(QueueingBackend, backend).kv_blocks_that_fit(call.block_size, call.fraction)
+            calls.send(self._link, calls.encode(calls.Fits(num_blocks)))
+            return
+        table = np.frombuffer(call.block_table, np.int32)
+        data = b""
+        try:
+            if call.data is not None:
+                backend.write_kv(call.layer, table, call.first, call.count, memoryview(call.data))
+                data = b"written"
+            else:
+                buffer = bytearray(call.count * backend.kv_bytes_per_token_layer())
+                backend.read_kv(call.layer, table, call.first, call.count, memoryview(buffer))
+                data = bytes(buffer)
+        except ValueError:
+            data = b""
+        calls.send(self._link, calls.encode(calls.KvBytes(data)))

@@ -1,0 +1,240 @@
+"""Ranks under Triton's interpreter: processes over shared host memory meet by the kernels' own flags.
+
+``python -m tests.cuda.interpreted_ranks RANKS``, with TRITON_INTERPRET=1 in the environment.
+"""
+
+import functools
+import itertools
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.multiprocessing as multiprocessing
+
+from relay.kernels import packing
+from relay.kernels.backend import Batch
+from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.loading import shapes_of
+from relay.kernels.cuda.ops import Device, compile_ops
+from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas, sum_ranks
+from relay.kernels.cuda.rank_share import CudaRankShare
+from relay.kernels.cuda.step import exact_layout, fill, shape_of
+from relay.kernels.probe import ProbeWeights, probe_program
+from relay.kernels.program import Buffer
+from relay.kernels.ranks import calls
+from relay.kernels.ranks.backend import RankedBackend
+from relay.kernels.ranks.follower import obey
+from relay.kernels.ranks.split import fold, split_program
+from relay.kernels.ranks.weights import RankWeights
+from relay.protocol.sampling import SamplingParams
+from tests.cuda import tensor_core_model
+from tests.cuda.interpreted import batch_of, without_a_device
+
+ROWS = 32
+BLOCK, BLOCKS = 16, 16
+TOKENS = [(7 * i) % 200 for i in range(9)]
+
+
+class Rank:
+    """One rank of the probe's program on the CPU; all areas and flags are shared memory."""
+
+    def __init__(self, rank: int, ranks: int, areas: list[torch.Tensor], flags: list[torch.Tensor]) -> None:
+        self.part = part = split_program(probe_program(), ranks, rank)
+        weights = RankWeights(ProbeWeights(), part.cuts)
+        device = self.device = Device("cpu", max_decodes=8)
+        matrices, vectors = shapes_of(part.program)
+        for name, (n, k) in matrices.items():
+            device.matrices[name] = torch.from_numpy(packing.unpack_matrix(weights.matrix(name))).bfloat16()
+            assert device.matrices[name].shape == (n, k)
+            device.layers[n, k] = LinearLayer(n, k)
+        for name in vectors:
+            device.vectors[name] = torch.from_numpy(np.array(weights.vector(name)))
+        g = part.program.geometry
+        for buffer in Buffer:
+            device.buffers[buffer] = torch.full((ROWS, g.width(buffer)), float("nan"), dtype=torch.bfloat16)
+        device.product = torch.full((ROWS, g.hidden), float("nan"), dtype=torch.bfloat16)
+        shape = (g.num_layers, 2, BLOCKS, g.num_kv_heads, BLOCK, g.head_dim)
+        device.kv = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        device.last_tokens = torch.zeros(9, dtype=torch.int32)
+        device.areas = plan_areas(part, ROWS, ROWS)
+        device.links = Links(rank, ranks, areas, flags, torch.zeros(STATE_WORDS, dtype=torch.int32))
+        self.launches = compile_ops(part.program, device, part.meetings)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        g = self.part.program.geometry
+        shape = shape_of(batch, g.num_heads // g.num_kv_heads, 64)
+        layout = exact_layout(batch, shape)
+        packed = np.zeros(layout.words, np.int32)
+        fill(layout, packed, batch, shape, 8)
+        step = layout.views(torch.from_numpy(packed))
+        for launch in self.launches:
+            launch(step)
+        return self.device.buffers[Buffer.L][: step.sampled].float().clone()
+
+
+def live(rank: int, ranks: int, areas: list[torch.Tensor], flags: list[torch.Tensor], answers: Any) -> None:
+    """Whole, in chunks, decoded beside another: the same calls in every rank."""
+    tensor_core_model.install()
+    one = Rank(rank, ranks, areas, flags)
+    whole = one.logits(batch_of([(TOKENS, 0, [3, 1], 0)]))
+    assert torch.isfinite(whole).all()
+    kv = one.device.kv[:, :, [3, 1]].clone()
+    one.logits(batch_of([(TOKENS[:8], 0, [9, 4], 1)]))
+    beside = one.logits(batch_of([(TOKENS[8:], 8, [9, 4], 2), (TOKENS[:3], 0, [12], 3)]))
+    assert torch.equal(beside[:1], whole), "a chunk, then decode beside a prompt, differs"
+    assert torch.equal(one.device.kv[:, :, [9], :, :9], kv[:, :, :1, :, :9]), "KV differs"
+    epoch, through = one.device.links.state[:2].tolist()
+    meetings = len(one.part.meetings) * 3
+    assert (epoch, through) == (meetings, 0), (epoch, through, meetings)
+    answers.put((rank, whole.numpy()))
+
+
+def add(rank: int, ranks: int, areas: list[torch.Tensor], flags: list[torch.Tensor], answers: Any) -> None:
+    """Sums whose result is a small integer that depends on the order: the interpreter truncates to bf16 where a device rounds."""
+    links = Links(rank, ranks, areas, flags, torch.zeros(STATE_WORDS, dtype=torch.int32))
+    orders = list(itertools.permutations([1.0, 2.0**24, 1.0, -(2.0**24)]))
+    columns = torch.tensor([orders[(7 * column) % len(orders)] for column in range(1500)])
+    values = [columns[:, other % 4].reshape(5, 300) for other in range(ranks)]
+    if ranks < 4:
+        values = [value % 5 for value in values]  # whose sums stay small
+    x, bias = (torch.arange(1500) % 7).reshape(5, 300).bfloat16(), (torch.arange(300) % 3).float()
+    areas[rank][64 : 64 + 1500] = values[rank].reshape(-1).bfloat16()
+    want = x.float() + bias + fold(values)
+    sum_ranks(links, x, 64, bias)
+    other = functools.reduce(torch.add, values)
+    assert ranks < 4 or not torch.equal(fold(values), other), "the order makes no difference here"
+    answers.put((rank, x.float().numpy(), torch.equal(x.float(), want)))
+
+
+class FileMemory:
+    """Stands for the driver: memory that other processes open by name."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._name = folder, f"rank{rank}"
+
+    def allocate(self, size: int) -> SimpleNamespace:
+        return self._map(self._name, size, "w+")
+
+    def handle(self, area: SimpleNamespace) -> bytes:
+        return self._name.encode()
+
+    def open(self, handle: bytes, size: int) -> SimpleNamespace:
+        return self._map(handle.decode(), size, "r+")
+
+    def _map(self, name: str, size: int, mode: Any) -> SimpleNamespace:
+        return SimpleNamespace(tensor=torch.from_numpy(np.memmap(f"{self._folder}/{name}", np.uint8, mode, shape=size)))
+
+
+@contextmanager
+def share_of(rank: int, folder: str) -> Iterator[CudaRankShare]:
+    """A share on no device whose numerics nobody computes."""
+    with (
+        without_a_device(),
+        mock.patch("relay.kernels.cuda.rank_share.DeviceMemory", return_value=FileMemory(folder, rank)),
+        mock.patch.object(CudaBackend, "numerics", return_value={"name": "stand-in"}),
+    ):
+        yield CudaRankShare(CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False), "cpu", 2, rank, 32, 4)
+
+
+def follow(link: Any, folder: str) -> None:
+    """The second rank of ``check_worker``, as ``relay.worker.rank_process`` lives."""
+    tensor_core_model.install()
+    with share_of(1, folder) as share:
+        share.load(probe_program(), ProbeWeights())
+        calls.send(link, calls.encode(calls.Loaded(share.backend.numerics(), share.handle())))
+        obey(share, link, 0, 1)
+
+
+def check_worker() -> None:
+    """A whole worker of two ranks: loading, meeting, steps ahead, a chunk that samples nothing, KV of both ranks, the end."""
+    tensor_core_model.install()
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder, share_of(0, folder) as share:
+        process = multiprocessing.get_context("spawn").Process(target=follow, args=(theirs, folder))
+        process.start()
+        theirs.close()
+        watch = SimpleNamespace(start=lambda: None, stop=lambda: None)
+        backend = RankedBackend(share, [ours], 0, watch)
+        program, stop = probe_program(), len(probe_program().ops)
+        backend.load(program, ProbeWeights())
+        assert backend.kv_blocks_that_fit(BLOCK, 0.9) > 0
+        backend.allocate_kv(BLOCKS, BLOCK, "bfloat16")
+        prompt = TOKENS
+        for slot in (0, 1):
+            backend.bind_slot(slot, SamplingParams(max_tokens=9, temperature=0.9, seed=4), 0, prompt, [])
+        first = batch_of([(prompt[:5], 0, [3, 1], 0)])
+        first.sampled_rows = first.sampled_rows[:0]
+        backend.run(0, stop, first)
+        second = batch_of([(prompt[5:], 5, [3, 1], 0), (prompt, 0, [7, 2], 1)])
+        second.capture_logits = True
+        start = 0
+        for end in [*program.sink_points, stop]:
+            backend.run(start, end, second)
+            start = end
+        third = batch_of([([-1], 9, [3, 1], 0), ([-1], 9, [7, 2], 1)])
+        third.capture_logits = True
+        backend.run(0, stop, third)
+        a, b = backend.sample(second)
+        logits = backend.logits().copy()
+        assert a == b
+        assert np.array_equal(logits[0], logits[1]), "a chunk and a whole prompt differ"
+        again = backend.sample(third)
+        assert again[0] == again[1]
+        assert np.array_equal(*backend.logits())
+        assert backend.kv_bytes_per_token_layer() == 2 * 2 * 32 * 2
+        found = []
+        for table in ([3, 1], [7, 2]):
+            for layer in range(2):
+                raw = bytearray(9 * backend.kv_bytes_per_token_layer())
+                backend.read_kv(layer, np.array(table, np.int32), 0, 9, memoryview(raw))
+                backend.write_kv(layer, np.array([table[0] + 5, 4], np.int32), 0, 9, memoryview(raw))
+                found.append(bytes(raw))
+        assert found[:2] == found[2:], "KV differs"
+        assert all(any(raw) for raw in found)
+        moved = batch_of([([a.token_id], 9, [8, 4], 0), ([a.token_id], 9, [12, 4], 1)])
+        moved.capture_logits = True
+        backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, prompt, [a.token_id])
+        backend.run(0, stop, moved)
+        backend.sample(moved)
+        assert np.array_equal(*backend.logits()), "KV that was written by the ranks' links differs"
+        assert share._ranks == 2
+        backend.close()
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def together(task: Any, ranks: int) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    areas = [torch.full((1 << 15,), float("nan"), dtype=torch.bfloat16).share_memory_() for _ in range(ranks)]
+    flags = [torch.zeros(MAX_RANKS, dtype=torch.int32).share_memory_() for _ in range(ranks)]
+    answers = context.Queue()
+    processes = [context.Process(target=task, args=(rank, ranks, areas, flags, answers)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        return sorted((answers.get(timeout=120) for _ in processes), key=lambda answer: answer[0])
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        check_worker()
+        sys.exit()
+    count = int(sys.argv[1])
+    sums = together(add, count)
+    assert all(equal for _, _, equal in sums)
+    assert all(np.array_equal(found, sums[0][1]) for _, found, _ in sums)
+    if count == 2:
+        logits = [found for _, found in together(live, count)]
+        assert all(np.array_equal(found, logits[0]) for found in logits), "ranks hold different logits"
