@@ -1,5 +1,6 @@
 """One connection that carries frames, whatever the wire: a TCP socket or a ring in shared memory."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from relay.kernels.kv_frames import Place
@@ -65,7 +66,7 @@ class Channel(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Whether ``receive_header`` need not wait."""
+        """Whether a KV frame can be received without waiting for any part of it, as far as this channel can know."""
         ...
 
     def set_timeout(self, seconds: float | None) -> None:
@@ -91,14 +92,19 @@ def read_frame(channel: Channel, checksum: Checksum) -> tuple[Header, memoryview
     return header, payload, expected
 
 
-def read_any_frame(channel: Channel, checksum: Checksum) -> tuple[Header, Place, int]:
+def read_any_frame(
+    channel: Channel, checksum: Checksum, before_waiting: Callable[[], None] = lambda: None
+) -> tuple[Header, Place, int]:
     """The same of any frame. A KV payload is not verified, who copies it does that, and is held until ``done``.
+
+    ``before_waiting`` is called before a payload that may still be on its way.
 
     Raises ChannelClosed, FrameError.
     """
     header, expected = parse(channel.receive_header(), checksum)
     if header.kind is Kind.KV:
         return header, channel.receive_kv(header.payload_bytes), expected
+    before_waiting()
     payload = channel.receive_payload(header.payload_bytes)
     verify(payload, expected, checksum)
     return header, payload, expected

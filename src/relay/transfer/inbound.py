@@ -176,7 +176,7 @@ class InboundLink:
             while True:
                 if self._arrived and (len(self._arrived) >= self._store.depth or not self._channel.ready()):
                     self._store_arrived()
-                self._handle(*read_any_frame(self._channel, self._checksum))
+                self._handle(*read_any_frame(self._channel, self._checksum, self._store_arrived))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection from {self._peer.worker} ended: {error}"
         finally:

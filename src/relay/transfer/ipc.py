@@ -117,7 +117,7 @@ class _AreaChannel(Counted):
         return self._stream.receive_payload(size)
 
     def ready(self) -> bool:
-        return self._stream.ready()
+        return self._stream.readable()  # of KV only the header goes this way
 
 
 class AreaSender(_AreaChannel):

@@ -79,6 +79,11 @@ class StreamChannel:
         self._spare.append(self._held.popleft())
 
     def ready(self) -> bool:
+        """Never known: a peer may stop in the middle of a payload, and what has arrived before is written first."""
+        return False
+
+    def readable(self) -> bool:
+        """Whether something has come, or the end."""
         try:
             poll = select.poll()
             poll.register(self.socket, select.POLLIN | select.POLLRDHUP)
