@@ -77,8 +77,8 @@ def full_text(document: dict[str, Any], number: Callable[..., str]) -> str:
     """The sentence about a full D."""
     row = document["backpressure"]
     return (
-        f"With D's pool full {row['refused_full']} of {row['probes']} probes were refused by D, {row['parked']} parked on P and "
-        f"{row['failed_requests']} failed; the 99th percentile of the others' first token was {number(row['ttft_p99_full_s'])} s "
+        f"Beside {row['probes']} requests D, full, refused {row['refused_full']} reservations; P parked {row['parked']}, and "
+        f"{row['failed_requests']} failed. The 99th percentile of their first token was {number(row['ttft_p99_full_s'])} s "
         f"with D full and {number(row['ttft_p99_free_s'])} s with D free."
     )
 

@@ -14,10 +14,11 @@ from relay.errors import UsageError
 
 BackendName = Literal["cpu", "cuda", "reference"]
 BACKENDS: tuple[BackendName, ...] = ("cpu", "cuda", "reference")
-DTYPES = ("auto", "float32", "bfloat16")  # of activations
-KV_DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of activations
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TransportName = Literal["auto", "tcp", "shm", "ipc", "nixl"]
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "tcp", "shm", "ipc", "nixl")  # of KV between workers
+KvDtype = Literal["float32", "bfloat16", "float16"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 UNIT_TOKENS = 16
 MAX_THREADS = 1024
@@ -197,6 +198,7 @@ class WorkerConfig:
     threads: int = 0  # 0: all cores
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: Literal["", "int8"] = ""  # of weights
     kv_cache_memory_bytes: int = 1 << 30
     block_size: int = 16
     max_model_len: int | None = None
@@ -255,15 +257,28 @@ class WorkerConfig:
         )
         if self.backend == "cuda":
             _check(
-                self.kv_cache_dtype in ("auto", "bfloat16"), "--kv-cache-dtype: the cuda backend keeps KV in bfloat16"
+                "auto" in (self.dtype, self.kv_cache_dtype) or self.dtype == self.kv_cache_dtype,
+                "--kv-cache-dtype: the cuda backend keeps KV in the type of --dtype, bfloat16 or float16",
             )
-            _check(self.dtype in ("auto", "bfloat16"), "--dtype: the cuda backend computes in bfloat16")
+            _check(
+                "float32" not in (self.dtype, self.kv_cache_dtype),
+                "--dtype, --kv-cache-dtype: the cuda backend computes and keeps KV in bfloat16 or float16, not float32",
+            )
             _check(
                 self.block_size & (self.block_size - 1) == 0,
                 f"--block-size: the cuda backend needs a power of two, not {self.block_size}",
             )
         else:
-            _check(self.dtype != "bfloat16", f"--dtype bfloat16 needs --backend cuda, not {self.backend}")
+            _check(
+                self.dtype not in ("bfloat16", "float16"),
+                f"--dtype {self.dtype} needs --backend cuda, not {self.backend}",
+            )
+            _check(
+                self.kv_cache_dtype != "float16", f"--kv-cache-dtype float16 needs --backend cuda, not {self.backend}"
+            )
+            _check(
+                not self.quantization, f"--quantization {self.quantization} needs --backend cuda, not {self.backend}"
+            )
             _check(self.transport != "ipc", f"--transport ipc needs --backend cuda, not {self.backend}")
 
     @classmethod
@@ -282,13 +297,15 @@ class WorkerConfig:
         return cls(backend=backend, **{**usual, **given})
 
     @property
-    def resolved_kv_dtype(self) -> Literal["float32", "bfloat16"]:
+    def resolved_kv_dtype(self) -> KvDtype:
         """``kv_cache_dtype`` with "auto" resolved."""
+        if self.backend == "cuda":
+            return "float16" if "float16" in (self.dtype, self.kv_cache_dtype) else "bfloat16"
         return "bfloat16" if self.kv_cache_dtype == "bfloat16" else DEFAULTS[self.backend].kv_cache_dtype
 
     @property
     def kv_bytes_per_value(self) -> int:
-        return 2 if self.resolved_kv_dtype == "bfloat16" else 4
+        return 4 if self.resolved_kv_dtype == "float32" else 2
 
 
 def control_for(backend: BackendName, control: ControlConfig) -> ControlConfig:

@@ -11,6 +11,7 @@ from tests.cli.streams import ask_all
 from tests.cli.test_recovery import mixture
 
 from relay.cli import main
+from relay.cli.leave import Rollout
 
 WORKERS = {"prefill-0", "decode-0", "decode-1"}
 
@@ -118,3 +119,29 @@ def test_a_wait_that_is_no_time_orders_nothing(capsys):
     for seconds in ("-1", "0", "nan"):
         assert main.run(["restart", "--rolling", "--timeout", seconds, "--url", "http://127.0.0.1:1"]) == 2
         assert "--timeout must be a positive number" in capsys.readouterr().err
+
+
+def seen(gateway: str, incarnations: dict[str, int], left: list[str], epoch: int = 1) -> dict:
+    """A status of one of two gateways."""
+    workers = [{"id": name, "incarnation": life, "state": "ready"} for name, life in incarnations.items()]
+    gateways = [{"id": "g0", "epoch": epoch, "pid": 1}, {"id": "g1", "epoch": 1, "pid": 2}]
+    return {"gateway": gateway, "gateways": gateways, "workers": workers, "rollout": {"left": left, "problem": ""}}
+
+
+def test_a_gateway_that_does_not_lead_the_rollout_does_not_end_the_wait():
+    rollout = Rollout({"a": 1, "b": 1})
+    assert rollout.look(seen("g1", {"a": 1, "b": 1}, []))["left"] == ["a", "b"]
+    assert not rollout.over
+    rollout.look(seen("g0", {"a": 2, "b": 1}, ["b"]))
+    assert not rollout.over
+    assert rollout.look(seen("g1", {"a": 2, "b": 2}, []))["left"] == []
+    assert rollout.over
+
+
+def test_a_rollout_whose_gateway_died_is_over_and_names_who_was_left():
+    rollout = Rollout({"a": 1, "b": 1})
+    rollout.look(seen("g0", {"a": 2, "b": 1}, ["b"]))
+    rollout.look(seen("g1", {"a": 2, "b": 1}, []))
+    assert not rollout.over
+    assert rollout.look(seen("g0", {"a": 2, "b": 1}, [], epoch=2))["left"] == ["b"]
+    assert rollout.over

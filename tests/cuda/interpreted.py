@@ -23,6 +23,7 @@ from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, quantize
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
@@ -32,6 +33,7 @@ from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.kv_frames import KvRange, Span, payload_digest, payload_sum
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
+from relay.kernels.reference import quantized
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
@@ -135,6 +137,30 @@ def check_linear() -> None:
     rounded = torch.zeros(5, 40, dtype=torch.bfloat16)
     linear(x, w, rounded, LinearTile(16, 32, 64))
     assert torch.allclose(rounded.float(), reference, rtol=2**-7)  # the interpreter truncates where the device rounds
+
+
+def check_int8() -> None:
+    """The codes are the definition's; the accumulator is the 16-bit kernel's for the same integers, whatever the tile."""
+    generator = torch.Generator().manual_seed(7)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(5, 80, generator=generator).to(dtype)
+        w = torch.randn(40, 80, generator=generator).to(dtype)
+        w[3] = 0
+        codes, scales = quantize(w)
+        want_codes, want_scales = quantized.quantize(w.float().numpy())
+        assert np.array_equal(codes.numpy(), want_codes)
+        assert np.array_equal(scales.numpy(), want_scales)
+        sums = torch.zeros(5, 40)
+        linear(x, codes.to(dtype), sums, LinearTile(16, 16, 16))
+        want = quantized.scaled(sums.numpy(), want_scales)
+        assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.3
+        for tile in (Int8Tile(16, 32, 64), Int8Tile(16, 16, 16), Int8Tile(32, 64, 128)):
+            y = torch.full((5, 40), float("nan"))
+            linear_int8(x, codes, scales, y, tile)
+            assert np.array_equal(y.numpy(), want), tile
+        alone = torch.zeros(1, 40)
+        linear_int8(x[3:4], codes, scales, alone, Int8Tile(16, 16, 32))
+        assert np.array_equal(alone.numpy()[0], want[3])
 
 
 def check_attention() -> None:
@@ -319,12 +345,13 @@ def without_a_device() -> Iterator[None]:
         yield
 
 
-def check_backend() -> None:
+def check_backend(dtype: str = "bfloat16") -> None:
     """The backend's own code: loading, steps, draws, transfers; no graphs."""
     with without_a_device():
-        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, dtype=dtype)
         backend.load(probe_program(), ProbeWeights())
-        backend.allocate_kv(32, BLOCK, "bfloat16")
+        backend.allocate_kv(32, BLOCK, dtype)
+        assert backend._device.kv.dtype == backend._device.matrices["embed"].dtype == getattr(torch, dtype)
         assert backend.kv_blocks_that_fit(BLOCK) > 0
         backend.warm_up(64)
         backend.bind_slot(0, SamplingParams(max_tokens=1), 0, [1], [])
@@ -393,6 +420,7 @@ def check_backend() -> None:
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
+    check_draws("cpu", rounds=2, dtype=torch.float16)
     with mock.patch("relay.kernels.cuda.sampler_check.draw", return_value=SampledToken(1)):
         try:
             check_draws("cpu", rounds=1)
@@ -429,7 +457,9 @@ CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
     "backend": check_backend,
+    "float16": lambda: check_backend("float16"),
     "linear": check_linear,
+    "int8": check_int8,
     "attention": check_attention,
     "sampler": check_sampler,
     "kv_copy": check_kv_copy,

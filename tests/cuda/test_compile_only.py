@@ -12,6 +12,7 @@ from relay.kernels.cuda import (
     attention_hopper,
     attention_prefill,
     linear_choice,
+    linear_int8,
     logprobs,
     sampler,
     sampler_limits,
@@ -70,6 +71,22 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
     wide = tile.outputs >= 64 if tile.swap else tile.tokens >= 64
     assert made.counts.get("HGMMA" if wide else "HMMA", 0) > 0
     assert (made.counts.get("UTMALDG", 0) > 0) == tile.tma
+    assert made.operand_widths <= {2}
+    assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
+
+
+@pytest.mark.parametrize("rows", [16, 64, 65])
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_int8_linear(capability: int, rows: int) -> None:
+    tile = linear_int8.tile_for(rows, 28672)
+    types = {**LINEAR, "w": "*i16", "scales": "*fp32"}
+    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "EVEN": True}
+    constants |= {"STAGES": tile.stages, "PDL": capability >= 90}
+    kernel = linear_int8.linear_int8_kernel
+    made = compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
+    assert made.spills == 0
+    assert made.shared <= SHARED_LIMIT[capability]
+    assert made.counts.get("HMMA", 0) + made.counts.get("HGMMA", 0) > 0
     assert made.operand_widths <= {2}
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
 

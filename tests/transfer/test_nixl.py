@@ -236,6 +236,7 @@ def lost_with_a_write_under_way(fake):
     fake.fabric.held = True
     begin(fake)
     eventually(lambda: fake.fabric.pending)
+    eventually(lambda: fake.target.transport._table.get(7).links)  # P's probe has tied the connection to the transfer
     fake.processes["d"][0].may_end.clear()
     fake.processes["p"][0].may_end.clear()
     next(iter(fake.target.transport._accepted)).close()

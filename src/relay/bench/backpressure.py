@@ -25,14 +25,16 @@ from relay.protocol.sampling import SamplingParams
 
 SLOTS: list[tuple[str, Role]] = [("prefill-0", "prefill"), ("decode-0", "decode")]
 STREAMS = 3
+BLOCK = 16
 GOING_ON = 5  # every fifth probe goes on after its first token
 DEADLINE_S = 300.0
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Tokens. ``growth`` is what each stream decodes and D keeps free for it, so that a full pool stays full; three streams with
-    ``long_prompt`` leave less room in the pool than a probe needs, three with ``short_prompt`` leave plenty."""
+    ``long_prompt`` fit the pool in whole blocks and leave less than a probe needs, three with ``short_prompt`` leave plenty."""
 
     pool: int = 8192
     growth: int = 1000
@@ -42,7 +44,7 @@ class Load:
 
     def __post_init__(self) -> None:
         long, short = (self.pool - STREAMS * (prompt + self.growth) for prompt in (self.long_prompt, self.short_prompt))
-        if not 0 <= long < self.probe < short // 2:
+        if not STREAMS * BLOCK <= long < self.probe < short // 2:
             raise ValueError(f"a probe of {self.probe} tokens beside {long} left free, or {short}")
 
 
@@ -143,8 +145,19 @@ class Backpressure:
             if not client.done.is_set():
                 self._shell.cancel(request)
         await self._all([client.done for _, client in clients])
+        await self._empty()
         failed = sum(client.failure is not None for _, client in [*clients, *streams])
         return [client.first_s for _, client in clients if client.failure is None], failed
+
+    async def _empty(self) -> None:
+        """Wait until every engine says that it holds nothing: the next phase begins with all the room there is."""
+        loads = [worker.load for worker in self._core.state.workers.values()]
+        for _ in range(int(DEADLINE_S / POLL_S)):
+            if all(load is not None and not load.running and not load.waiting for load in loads):
+                return
+            await asyncio.sleep(POLL_S)
+            loads = [worker.load for worker in self._core.state.workers.values()]
+        raise StartupError(f"an engine of the benchmark was not empty after {DEADLINE_S:.0f} s")
 
     def _submit(self, tokens: int, max_tokens: int) -> tuple[int, _Client]:
         client = _Client(time.monotonic(), asyncio.Event(), asyncio.Event())

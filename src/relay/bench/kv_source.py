@@ -21,6 +21,7 @@ from relay.protocol.sampling import SamplingParams
 from relay.transfer.contract import SendFailed, SendOrder, TransferEvent, TransferLimits
 from relay.transfer.frame import Handoff
 from relay.transfer.nixl.wire import NixlWire
+from relay.transfer.sender import frame_tokens
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire, Wire
 from relay.worker.assembly import assemble
@@ -187,7 +188,7 @@ class Source:
                 transport.layer_written(transfer, layer, row.first, row.count, row.block_table)
                 pending[layer] += row.count
                 if pending[layer] * token_bytes >= limits.min_frame_bytes or row.first + row.count == last:
-                    count = -(-pending[layer] // (limits.max_frame_bytes // token_bytes))
+                    count = -(-pending[layer] // frame_tokens(limits, token_bytes))
                     pending[layer] = 0
                     frames += count
                     for _ in range(count):

@@ -56,12 +56,16 @@ def restart(workers: tuple[str, ...], rolling: bool, url: str, wait: bool, timeo
     """Drain WORKERS and start them again."""
     if not workers and not rolling:
         raise UsageError("name the workers to restart, or use --rolling for all of them, one after another")
-    before = {worker["id"]: worker["incarnation"] for worker in fetch_status(url)["workers"]}
+    workers_before = fetch_status(url)["workers"]
+    before = {worker["id"]: worker["incarnation"] for worker in workers_before}
     order(url, "restart", {"workers": list(workers), "rolling": rolling})
     if wait and rolling:
-        left = _follow(url, timeout, lambda status: status["rollout"], lambda rollout: not rollout["left"])
-        if left["problem"]:
-            raise RelayError(f"the rolling restart ended early: {left['problem']}")
+        names = workers or [worker["id"] for worker in workers_before if worker["state"] != "stopped"]
+        rollout = Rollout({name: before[name] for name in names})
+        end = _follow(url, timeout, rollout.look, lambda _: rollout.over)
+        if end["left"]:
+            why = end["problem"] or "the gateway that led it is gone"
+            raise RelayError(f"the rolling restart ended early: {why}; not restarted: {', '.join(end['left'])}")
     elif wait:
         new = dict.fromkeys(workers, "ready")
 
@@ -73,6 +77,31 @@ def restart(workers: tuple[str, ...], rolling: bool, url: str, wait: bool, timeo
             }
 
         _follow(url, timeout, states, lambda found: found == new)
+
+
+class Rollout:
+    """A rolling restart as the clients of any gateway see it: only the one that leads it says which workers are left, so it is
+    over when every worker has a new life, or when every gateway was heard to lead none. ``before``: incarnations by name."""
+
+    def __init__(self, before: dict[str, int]) -> None:
+        self._before = before
+        self._led: dict[tuple[str, int], dict[str, Any]] = {}  # gateway and epoch → what it said last
+        self.over = False
+
+    def look(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Of one status: who is left, and why it ended early if it did."""
+        gateways = {gateway["id"]: (gateway["id"], gateway["epoch"]) for gateway in status["gateways"]}
+        if status["gateway"] in gateways:
+            self._led[gateways[status["gateway"]]] = status["rollout"]
+        new = {w["id"] for w in status["workers"] if w["incarnation"] > self._before.get(w["id"], 0)}
+        ready = {w["id"] for w in status["workers"] if w["state"] == "ready"}
+        left = [name for name in self._before if name not in new & ready]
+        idle = all(key in self._led and not self._led[key]["left"] for key in gateways.values())
+        problem = next((led["problem"] for led in self._led.values() if led["problem"]), "") if left else ""
+        self.over = not left or idle
+        if idle:  # one that is on its way up is not forgotten
+            left = [name for name in left if name not in new] if not problem else left
+        return {"left": left, "problem": problem}
 
 
 def order(url: str, what: str, body: dict[str, Any]) -> None:

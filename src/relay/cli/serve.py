@@ -1,6 +1,7 @@
 """``relay serve``: flags to configuration, and one line for whatever is wrong with them."""
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -63,6 +64,9 @@ from relay.devices import RoleDevices
 @click.option("--max-num-batched-tokens", type=int, help="Tokens of one engine step [default: 256; cuda: 8192].")
 @click.option("--block-size", type=int, help="Tokens of a KV block [default: 16; cuda: 64].")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
+@click.option(
+    "--quantization", type=click.Choice(["int8"]), help="Weights of linears [default: as they are]; GPUs only."
+)
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(KV_DTYPES),
@@ -135,6 +139,7 @@ def serve(
     max_num_batched_tokens: int | None,
     block_size: int | None,
     dtype: str,
+    quantization: Literal["int8"] | None,
     kv_cache_dtype: str,
     transport: TransportName,
     seed: int | None,
@@ -179,6 +184,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
             dtype=dtype,
+            quantization=quantization or "",
             kv_cache_dtype=kv_cache_dtype,
             transport=transport,
             kv_cache_memory_bytes=parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None,

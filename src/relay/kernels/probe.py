@@ -162,8 +162,10 @@ def _source(name: str, encoding: Encoding, n: int, k: int) -> packing.MatrixSour
 
 
 def _filled_kv(layer: int, kv_dtype: str) -> bytes:
-    """Stored K then V bytes of the first ``FILLED`` positions; bfloat16 by truncation, so no rounding is involved."""
+    """Stored K then V bytes of the first ``FILLED`` positions; 16-bit types by truncation, so no rounding is involved."""
     values = _uniform(f"kv.{layer}", 2 * FILLED * GEOMETRY.kv_width)
+    if kv_dtype == "float16":
+        return (np.trunc(values * np.float32(1024)) / np.float32(1024)).astype("<f2").tobytes()
     if kv_dtype == "bfloat16":
         return (values.view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
     return values.astype("<f4").tobytes()

@@ -105,7 +105,7 @@ class LocalWorkers:
         devices = self._devices.get(worker.worker, config.devices[:1])
         device = devices[0]
         sharers = max(1, list(self._devices.values()).count(devices))
-        shared = config.backend == "cuda" and sharers > 1
+        shared = config.backend == "cuda" and sharers > 1 and not config.quantization
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,
@@ -123,6 +123,7 @@ class LocalWorkers:
             weights_socket=f"relay-weights-{self._secret}-{device}" if shared else "",
             gpu_sharers=sharers,
             kv_cache_dtype=config.resolved_kv_dtype,
+            quantization=config.quantization,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

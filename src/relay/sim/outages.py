@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FLAPS = 12
 FLAP_MS = 120
 CRASHES = 6  # on start, one after another
+REPEATS = 16  # messages that come twice
 STORM_MS = 40  # within which all are killed
 UNREACHABLE_MS = 3000  # before a launcher hears that a machine is gone
 UNREAD_TOKENS = 8  # that the API keeps for a client that does not read; production counts bytes
@@ -28,13 +29,14 @@ def _pick(world: "World") -> WorkerNode | None:
 
 
 def control_repeat(world: "World") -> bool:
-    """A control message comes a second time, after later ones: its sender was not sure that it had arrived."""
+    """Some control messages of one sender come a second time, after later ones: it was not sure that they had arrived."""
     node = _pick(world)
     if node is None:
         return False
     world.struck.hosts(node.key.worker)
     host = world.kernel.tape.of((node.key.worker, *world.swarm.gateways), "sender")
-    world.network.repeat_next_control[host] = world.network.repeat_next_control.get(host, 0) + 1
+    times = world.kernel.tape.between(1, REPEATS, "repeats")
+    world.network.repeat_next_control[host] = world.network.repeat_next_control.get(host, 0) + times
     return True
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from relay.transfer.frame import MAX_KV_BYTES, Handoff, Header, Hello
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Layout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "float32" or "bfloat16"
+    dtype: str  # "float32", "bfloat16" or "float16"
 
     @property
     def token_bytes(self) -> int:
@@ -55,7 +55,7 @@ class TransferLimits:
     ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
     layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes; 0: one layer a frame."""
 
-    min_frame_bytes: int = 1 << 18
+    min_frame_bytes: int = 1 << 19
     max_frame_bytes: int = 1 << 20
     window_bytes: int = 4 << 20
     probe_ns: int = 1_000_000_000

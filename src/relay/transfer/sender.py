@@ -1,6 +1,6 @@
 """P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
 
-Ranges arrive per layer in ascending order and leave as frames of 256 KB to 1 MB: smaller ranges wait for more of their layer
+Ranges arrive per layer in ascending order and leave as frames of 512 KB to 1 MB: smaller ranges wait for more of their layer
 unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range
 of several layers. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
 """
@@ -66,6 +66,12 @@ class Outgoing(NamedTuple):
     payload: bytes | None
 
 
+def frame_tokens(limits: TransferLimits, token_bytes: int) -> int:
+    """The most tokens of a layer that one frame carries."""
+    most = limits.max_frame_bytes // token_bytes
+    return max(1, most // UNIT * UNIT or most)
+
+
 class Sender:
     """One transfer on P. Time comes in as an argument; nothing here blocks or does I/O."""
 
@@ -82,8 +88,7 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
-        most = limits.max_frame_bytes // layout.token_bytes
-        self._frame_tokens = max(1, most // UNIT * UNIT or most)
+        self._frame_tokens = frame_tokens(limits, layout.token_bytes)
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
         self._sent = [self._first] * layout.num_layers

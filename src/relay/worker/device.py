@@ -140,6 +140,8 @@ def _cuda(spec: WorkerSpec) -> "CudaBackend":
         max_rows=spec.max_num_seqs,
         max_tokens=spec.max_num_batched_tokens,
         progress=_LoadReport(time.monotonic).moved,
+        dtype=spec.kv_cache_dtype,
+        quantized=spec.quantization == "int8",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from relay.config import TransportName
+from relay.config import KvDtype, TransportName
 from relay.errors import UsageError
 from relay.protocol.messages import Role
 
@@ -32,7 +32,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu_memory_fraction: float = 0.9  # of that device's memory for this worker, where kv_cache_memory_bytes is 0
     threads: int = 0  # 0: one a core
     kv_cache_memory_bytes: int = 1 << 30  # 0: what gpu_memory_fraction leaves
-    kv_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_cache_dtype: KvDtype = "float32"  # of the cuda backend: also of its weights and activations
+    quantization: Literal["", "int8"] = ""  # of the cuda backend's weights
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256

@@ -103,7 +103,7 @@ def _load(spec: WorkerSpec) -> Callable[[], bytes]:
     pack = Pack(Path(spec.pack_path))
     if spec.model_digest and pack.digest != spec.model_digest:
         raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
-    return hold_weights(build_program(pack.config), pack, spec.device)
+    return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype)
 
 
 if __name__ == "__main__":

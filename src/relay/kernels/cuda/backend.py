@@ -1,4 +1,4 @@
-"""The Backend on one CUDA device: bf16 weights, activations and KV; decode steps replayed from CUDA graphs.
+"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; decode steps replayed from CUDA graphs.
 
 Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
@@ -31,7 +31,7 @@ from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
-from relay.kernels.cuda.weights import Progress, WeightUpload, no_progress
+from relay.kernels.cuda.weights import TYPES, Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import KvRange, Place
 from relay.kernels.probe import probe_digest
@@ -60,14 +60,22 @@ class CudaBackend:
         progress: Progress = no_progress,
         shared: dict[str, torch.Tensor] | None = None,
         sharers: int = 1,
+        dtype: str = "bfloat16",
+        quantized: bool = False,
     ) -> None:
-        """``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
+        """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike; ``quantized``: weights of
+        linears in int8 instead.
+
+        ``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._progress = progress
         self._shared, self._sharers = shared, sharers
+        self.dtype = dtype
+        self._quantized = quantized
+        self._type = TYPES[dtype]
         self._stream = torch.cuda.Stream(device)
         self._transfers = KvTransfers(device)
         self._staging = Staging(device)
@@ -88,8 +96,8 @@ class CudaBackend:
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
-            upload = WeightUpload(self._device.name, self._progress)
-            load_weights(program, weights, self._device, upload, self._shared)
+            upload = WeightUpload(self._device.name, self._progress, self._type)
+            load_weights(program, weights, self._device, upload, self._shared, quantized=self._quantized)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
@@ -97,7 +105,7 @@ class CudaBackend:
     def load_tensors(
         self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]
     ) -> None:
-        """As ``load`` from bf16 [n, k] and fp32 tensors that are on the device already."""
+        """As ``load`` from [n, k] of the backend's type and fp32 tensors that are on the device already."""
         self._device.matrices.update(matrices)
         self._device.vectors.update(vectors)
         self.bind(program)
@@ -122,35 +130,35 @@ class CudaBackend:
         device = self._device
         with torch.cuda.stream(self._stream):
             for op in program.ops:
-                if isinstance(op, Linear):
+                if isinstance(op, Linear) and op.weight not in device.scales:
                     w = device.matrices[op.weight]
                     key = (w.shape[0], w.shape[1])
                     if key not in device.layers:
-                        device.layers[key] = linear_choice.LinearLayer(*key)
+                        device.layers[key] = linear_choice.LinearLayer(*key, dtype=self._type)
                         largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
                         device.layers[key].test(w, largest)
-            check_draws(device.name)
+            check_draws(device.name, dtype=self._type)
         self._stream.synchronize()
         self._launches: list[Launch] = compile_ops(program, device, self._meetings)
         self._sampler = Sampler(self._max_rows, program.geometry.vocab, device.name, self._tables)
 
     @device_errors()
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
-        """Raises UsageError for a dtype other than bfloat16 or an odd block size, DoesNotFitError."""
-        if dtype != "bfloat16":
-            raise UsageError(f"the cuda backend keeps KV in bfloat16, not {dtype}")
+        """Raises UsageError for a dtype other than the backend's or an odd block size, DoesNotFitError."""
+        if dtype != self.dtype:
+            raise UsageError(f"the cuda backend keeps KV in the type of its activations, {self.dtype}, not in {dtype}")
         if block_size % 16 or block_size & (block_size - 1):
             raise UsageError(f"block size {block_size}: the cuda backend needs a power of two of at least 16")
         g = self._program.geometry
         shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
         try:
-            self._device.kv = torch.empty(shape, dtype=torch.bfloat16, device=self._device.name)
+            self._device.kv = torch.empty(shape, dtype=self._type, device=self._device.name)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, f"{num_blocks} KV blocks", int(np.prod(shape)) * 2) from error
         self._block_size = block_size
         self._written = LayerEvents(self._program.sink_points, num_blocks, block_size)
         self._group = g.num_heads // g.num_kv_heads
-        self._tile_rows = tile_rows_for(block_size, g.head_dim)
+        self._tile_rows = tile_rows_for(block_size, g.head_dim, self._type)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
         """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
@@ -238,8 +246,8 @@ class CudaBackend:
         device = self._device
         for buffer in Buffer:
             height = -(-self._max_rows // 256) * 256 if buffer in _SAMPLED else capacity
-            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=torch.bfloat16, device=device.name)
-        device.product = torch.zeros(capacity, g.hidden, dtype=torch.bfloat16, device=device.name)
+            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=self._type, device=device.name)
+        device.product = torch.zeros(capacity, g.hidden, dtype=self._type, device=device.name)
         self._capacity = capacity
 
     def launch_all(self, step: Step, draw: bool) -> None:
@@ -339,14 +347,17 @@ class CudaBackend:
     # --- identity ---------------------------------------------------------------------------------------------------
 
     def numerics(self) -> dict[str, str]:
-        probe = CudaBackend(self._device.name, max_rows=4, max_tokens=64, graphs=False)
+        probe = CudaBackend(
+            self._device.name, max_rows=4, max_tokens=64, graphs=False, dtype=self.dtype, quantized=self._quantized
+        )
         return {
             **gpu_parts(),
             "instructions": "cuda sm_{}{}".format(*torch.cuda.get_device_capability()),
             "libraries": f"torch {torch.__version__} triton {triton.__version__} cuda {torch.version.cuda}",
-            "activation": "bfloat16",
-            "kv": "bfloat16",
-            "probe": probe_digest(probe, "bfloat16"),
+            **({"weights": "int8 by output"} if self._quantized else {}),
+            "activation": self.dtype,
+            "kv": self.dtype,
+            "probe": probe_digest(probe, self.dtype),
         }
 
     def close(self) -> None:
@@ -356,5 +367,6 @@ class CudaBackend:
         self._device.buffers.clear()
         self._device.scratch.clear()
         self._device.matrices.clear()
+        self._device.scales.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None

@@ -54,16 +54,18 @@ def row_counts(largest: int) -> list[int]:
 
 
 def use_exact_library() -> None:
-    """Route ``torch.mm`` to cuBLASLt and forbid it to split K or to reduce in bf16. Process-wide; called once at load."""
+    """Route ``torch.mm`` to cuBLASLt and forbid it to split K or to reduce in 16 bits. Process-wide; called once at load."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 class LinearLayer:
     """One weight shape: what is allowed and what is chosen."""
 
-    def __init__(self, outputs: int, depth: int) -> None:
+    def __init__(self, outputs: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.outputs, self.depth = outputs, depth
+        self._type = dtype
         self._tiles = tiles_for(outputs, depth)
         self._from = library_from(outputs, depth)
         self.tested: list[int] = []
@@ -72,8 +74,8 @@ class LinearLayer:
     def test(self, w: torch.Tensor, largest: int) -> None:
         """Compare the library with the Triton kernel at every number of rows up to ``largest``."""
         counts = row_counts(largest)
-        x = probing_rows(counts[-1], self.depth, w.device)
-        reference = torch.empty(counts[-1], self.outputs, dtype=torch.bfloat16, device=w.device)
+        x = probing_rows(counts[-1], self.depth, w.device, self._type)
+        reference = torch.empty(counts[-1], self.outputs, dtype=self._type, device=w.device)
         linear(x, w, reference, TALL)
         got = torch.empty_like(reference)
         for rows in counts:
@@ -103,9 +105,9 @@ class LinearLayer:
         linear(x[:rows], w, y[:rows], TALL)
 
 
-def probing_rows(rows: int, depth: int, device: torch.device) -> torch.Tensor:
-    """bf16 values over several binades, so that another order of additions shows in the rounded result."""
+def probing_rows(rows: int, depth: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values over several binades, so that another order of additions shows in the rounded result."""
     generator = torch.Generator(device=device).manual_seed(depth)
     x = torch.randn(rows, depth, device=device, generator=generator)
     scale = torch.randint(-3, 4, (1, depth), device=device, generator=generator)
-    return (x * torch.exp2(scale.float())).to(torch.bfloat16)
+    return (x * torch.exp2(scale.float())).to(dtype)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from relay.errors import CorruptModelError
+from relay.kernels.cuda.linear_int8 import quantize
 from relay.kernels.cuda.ops import Device
 from relay.kernels.cuda.weights import WeightUpload
 from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
@@ -21,8 +22,10 @@ def load_weights(
     device: Device,
     upload: WeightUpload,
     shared: dict[str, torch.Tensor] | None = None,
+    *,
+    quantized: bool = False,
 ) -> None:
-    """Fill ``device.matrices`` (or take the ``shared`` ones) and ``device.vectors``.
+    """Fill ``device.matrices`` (or take the ``shared`` ones) and ``device.vectors``; ``quantized``: int8, with ``device.scales``.
 
     Raises CorruptModelError for a missing weight or a wrong shape.
     """
@@ -32,7 +35,7 @@ def load_weights(
             raise CorruptModelError("the weights that another process shares are not this model's")
         device.matrices.update(shared)
     else:
-        device.matrices.update(load_matrices(program, weights, upload))
+        device.matrices.update(load_matrices(program, weights, upload, device.scales if quantized else None))
     for name, wanted in vectors.items():
         vector = _get(weights.vector, name)
         if vector.shape != wanted or vector.dtype != np.float32:
@@ -40,14 +43,20 @@ def load_weights(
         device.vectors[name] = torch.from_numpy(np.array(vector)).to(device.name)
 
 
-def load_matrices(program: Program, weights: WeightSource, upload: WeightUpload) -> dict[str, torch.Tensor]:
-    """Every matrix of ``program``, bf16 [n, k]. Raises CorruptModelError."""
+def load_matrices(
+    program: Program, weights: WeightSource, upload: WeightUpload, scales: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every matrix of ``program``, 16-bit [n, k]. With ``scales``, which is filled, those of linears are int8 but for one that is
+    also the embedding. Raises CorruptModelError."""
     found = {}
+    whole = {op.weight for op in program.ops if isinstance(op, Embed)}
     for name, shape in shapes_of(program)[0].items():
         packed = _get(weights.matrix, name)
         if (packed.n, packed.k) != shape:
             raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
         found[name] = upload.matrix(packed)
+        if scales is not None and name not in whole:
+            found[name], scales[name] = quantize(found[name])
     return found
 
 

@@ -13,6 +13,7 @@ from relay.errors import CorruptModelError
 from relay.kernels.cuda import attention_decode, attention_prefill
 from relay.kernels.cuda.elementwise import embed, select_rows, silu_mul
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.linear_int8 import linear_int8, tile_for
 from relay.kernels.cuda.norm import add_bias, add_residual, rms_norm
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links, gather_ranks, sum_ranks
 from relay.kernels.cuda.rope import rope_write_kv
@@ -40,7 +41,8 @@ class Device:
     """What launches read and write besides the step: weights, buffers, cache, slots. Buffers may grow between steps."""
 
     name: str
-    matrices: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16 [n, k]
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)  # 16-bit [n, k], or int8 where there are scales
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)  # fp32 [n] of the int8 ones
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # fp32
     layers: dict[tuple[int, int], LinearLayer] = field(default_factory=dict)  # by (outputs, depth)
     buffers: dict[Buffer, torch.Tensor] = field(default_factory=dict)  # bf16 [capacity, width]
@@ -157,7 +159,11 @@ def _linear(op: Linear, after: Op | None, device: Device) -> Launch:
         w = device.matrices[op.weight]
         target = device.product if op.accumulate else device.buffers[op.dst]
         assert target is not None
-        device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
+        scales = device.scales.get(op.weight)
+        if scales is None:
+            device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
+        elif rows:
+            linear_int8(device.buffers[op.src][:rows], w, scales, target[:rows], tile_for(rows, w.shape[0]))
         if op.bias is not None:
             add_bias(target[:rows], device.vectors[op.bias])
         if op.accumulate and not fused:

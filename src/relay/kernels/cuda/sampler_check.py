@@ -63,13 +63,13 @@ def wide_kinds() -> list[SamplingParams]:
     ]
 
 
-def check_draws(device: str, rounds: int = 4) -> None:
+def check_draws(device: str, rounds: int = 4, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raises StartupError where a draw on the device is not the definition's."""
     generator = torch.Generator().manual_seed(1)
     plain = kinds()
     every = plain[4:6] + wide_kinds()
     for turn in range(rounds):
-        logits = (torch.randn(len(plain), _VOCAB, generator=generator) * (1.5 + turn)).to(torch.bfloat16)
+        logits = (torch.randn(len(plain), _VOCAB, generator=generator) * (1.5 + turn)).to(dtype)
         if turn % 2:
             logits = (logits * 2).round() / 2  # few values: many ties at every limit
         logits[:, 17:40] = float("-inf")

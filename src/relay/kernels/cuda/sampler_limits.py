@@ -1,6 +1,6 @@
 """top-k and top-p on the device: which tokens of a row may be drawn, exactly as ``relay.kernels.sampler`` orders and counts them.
 
-Logits are bf16, so a row has at most 65,536 distinct values. ``count_kernel`` counts them by a 16-bit key that orders as the
+Logits have 16 bits, so a row has at most 65,536 distinct values. ``count_kernel`` counts them by a 16-bit key that orders as the
 values do (atomic integer additions: no order). ``limit_kernel`` walks the keys from the largest down, twice: first the tokens
 left by min-p and top-k and the sum of their integer weights, then the smallest prefix whose weights reach the nucleus. What is
 left is a key (all tokens above it may be drawn) and, among equals, the highest id that may: ties go to lower ids. Everything is
@@ -31,17 +31,17 @@ NO_LIMIT = tl.constexpr(1 << 40)
 
 @triton.jit
 def key_of(x):
-    """Order-preserving 16-bit key of bf16 values (both zeros alike); int32."""
+    """Order-preserving 16-bit key of bf16 or fp16 values (both zeros alike); int32."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     bits = tl.where(bits == 0x8000, 0, bits)
     return tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
 
 
 @triton.jit
-def value_of(key):
-    """The inverse of ``key_of``, as fp64."""
+def value_of(key, TYPE: tl.constexpr):
+    """The inverse of ``key_of`` for values of TYPE, as fp64."""
     bits = tl.where(key >= 0x8000, key - 0x8000, 0xFFFF - key)
-    return (bits << 16).to(tl.float32, bitcast=True).to(tl.float64)
+    return bits.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32).to(tl.float64)
 
 
 @triton.jit
@@ -77,10 +77,10 @@ def count_kernel(logits, counts, slots, top_ks, top_ps, vocab, CHUNK: tl.constex
 
 
 @triton.jit
-def _kept(counts, row, first, seen, top, temperature, floor, k, STRIDE: tl.constexpr):
+def _kept(counts, row, first, seen, top, temperature, floor, k, STRIDE: tl.constexpr, TYPE: tl.constexpr):
     """Keys 65535 - first - i: (key, tokens left by min-p and top-k, their weight each, tokens left by min-p alone)."""
     key = 65535 - first - tl.arange(0, STRIDE)
-    x = value_of(key)
+    x = value_of(key, TYPE)
     scaled = x / temperature
     number = tl.load(counts + row * 65536 + key).to(tl.int64)
     number = tl.where((scaled >= floor) & (scaled > float("-inf")), number, 0)
@@ -114,7 +114,9 @@ def limit_kernel(
             seen = tl.zeros([], tl.int64)
             total = tl.zeros([], tl.int64)
             for first in range(0, 65536, STRIDE):
-                key, kept, weight, number = _kept(counts, row, first, seen, top, temperature, floor, k, STRIDE)
+                key, kept, weight, number = _kept(
+                    counts, row, first, seen, top, temperature, floor, k, STRIDE, logits.dtype.element_ty
+                )
                 seen += tl.sum(number, 0)
                 total += tl.sum(kept * weight, 0)
             wanted = top_p * total.to(tl.float64)
@@ -129,7 +131,9 @@ def limit_kernel(
             equals = tl.zeros([], tl.int64)
             found = tl.zeros([], tl.int32)
             for first in range(0, 65536, STRIDE):
-                key, kept, weight, number = _kept(counts, row, first, seen, top, temperature, floor, k, STRIDE)
+                key, kept, weight, number = _kept(
+                    counts, row, first, seen, top, temperature, floor, k, STRIDE, logits.dtype.element_ty
+                )
                 mass = kept * weight
                 before = summed + tl.cumsum(mass, 0) - mass
                 # the boundary: the first key whose tokens reach the nucleus, or (top_p = 1) the last that top-k leaves
@@ -175,7 +179,7 @@ def find_limits(
     counts: torch.Tensor,
     limits: torch.Tensor,
 ) -> None:
-    """Fill ``limits`` int32 [rows, 2] for bf16 ``logits`` [rows, vocab].
+    """Fill ``limits`` int32 [rows, 2] for 16-bit ``logits`` [rows, vocab].
 
     ``parameters`` by slot: temperatures, log_min_ps, top_ks (int32), top_ps (fp64). ``counts`` int32 [rows, 65536] is zero before
     and after.

@@ -6,9 +6,11 @@ The process that exports must outlive those that attach; each of them needs an e
 import msgspec
 import torch
 
+from relay.kernels.cuda.weights import TYPES
+
 
 class SharedTensor(msgspec.Struct, frozen=True):
-    """Where a contiguous bf16 [n, k] lies in another process: the fields of torch's storage handle."""
+    """Where a contiguous [n, k] lies in another process: the fields of torch's storage handle."""
 
     name: str
     shape: tuple[int, int]
@@ -20,6 +22,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
     counter_offset: int
     event_handle: bytes
     event_sync_required: bool
+    dtype: str = "bfloat16"
 
 
 def export_tensors(matrices: dict[str, torch.Tensor]) -> bytes:
@@ -30,7 +33,17 @@ def export_tensors(matrices: dict[str, torch.Tensor]) -> bytes:
         shape = (tensor.shape[0], tensor.shape[1])
         shared.append(
             SharedTensor(
-                name, shape, tensor.storage_offset(), handle, size, offset, counter, counter_offset, event, sync
+                name,
+                shape,
+                tensor.storage_offset(),
+                handle,
+                size,
+                offset,
+                counter,
+                counter_offset,
+                event,
+                sync,
+                str(tensor.dtype).removeprefix("torch."),
             )
         )
     return msgspec.msgpack.encode(shared)
@@ -53,6 +66,6 @@ def attach_tensors(message: bytes, device: str) -> dict[str, torch.Tensor]:
             one.event_handle,
             one.event_sync_required,
         )
-        tensor = torch.empty(0, dtype=torch.bfloat16, device=device)
+        tensor = torch.empty(0, dtype=TYPES[one.dtype], device=device)
         found[one.name] = tensor.set_(storage, one.offset, one.shape, (one.shape[1], 1))
     return found

@@ -1,7 +1,8 @@
-"""Packed weights on the device as bf16 [n, k], the layout that the tensor cores, the copy engine and the library read.
+"""Packed weights on the device as bf16 or fp16 [n, k], the layout that the tensor cores, the copy engine and the library read.
 
 Packed bytes go from the mapped file through two pinned buffers to the device and are unpacked there, so that a load runs at
-the speed of the host's memory. Values are those of ``packing.unpack_matrix``, rounded once to bf16 (exact for BF16 packs).
+the speed of the host's memory. Values are those of ``packing.unpack_matrix``, rounded once to the type asked
+for (exact for packs of that type).
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from relay.kernels import packing
 from relay.kernels.weights import Encoding, PackedMatrix
 
 STAGE_BYTES = 32 << 20
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[int], None]  # bytes moved since the last call
 
@@ -24,16 +26,17 @@ def no_progress(moved: int) -> None:
 class WeightUpload:
     """Moves packed matrices to ``device`` on the current stream; one object for one load, whose buffers go with it."""
 
-    def __init__(self, device: str, progress: Progress = no_progress) -> None:
+    def __init__(self, device: str, progress: Progress = no_progress, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device = device
+        self._type = dtype
         self._progress = progress
         self._stages: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._next = 0
 
     def matrix(self, packed: PackedMatrix) -> torch.Tensor:
-        """bf16 [n, k] of ``packed``."""
-        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding)
+        """[n, k] of ``packed``, of the type asked for."""
+        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding, self._type)
 
     def _bytes(self, data: np.ndarray) -> torch.Tensor:
         """``data`` as uint8 on the device; pinned buffers in turn, each refilled once its copy has ended."""
@@ -55,19 +58,19 @@ class WeightUpload:
         return target
 
 
-def unpack(raw: torch.Tensor, n: int, k: int, encoding: Encoding) -> torch.Tensor:
-    """bf16 [n, k] of the bytes of a packed matrix (``packing.py`` has the layouts), on whatever device they are.
+def unpack(raw: torch.Tensor, n: int, k: int, encoding: Encoding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[n, k] of the bytes of a packed matrix (``packing.py`` has the layouts), on whatever device they are.
 
     Each step is one fp32 operation rounded by itself, as in ``packing.unpack_matrix``.
     """
     panels = -(-n // packing.PANEL)
     match encoding:
         case Encoding.BF16:
-            return _rows(raw.view(torch.bfloat16).view(panels, k, packing.PANEL), n, k)
+            return _rows(raw.view(torch.bfloat16).view(panels, k, packing.PANEL).to(dtype), n, k)
         case Encoding.F16:
-            return _rows(raw.view(torch.float16).view(panels, k, packing.PANEL).float().bfloat16(), n, k)
+            return _rows(raw.view(torch.float16).view(panels, k, packing.PANEL).to(dtype), n, k)
         case Encoding.F32:
-            return _rows(raw.view(torch.float32).view(panels, k, packing.PANEL).bfloat16(), n, k)
+            return _rows(raw.view(torch.float32).view(panels, k, packing.PANEL).to(dtype), n, k)
         case Encoding.Q8_0:
             groups = raw.view(-1, 2176)
             scales = groups[:, :128].contiguous().view(torch.float16).float()[:, None, :]
@@ -81,7 +84,7 @@ def unpack(raw: torch.Tensor, n: int, k: int, encoding: Encoding) -> torch.Tenso
             shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=raw.device).view(1, 1, 8, 1)
             nibbles = (words >> shifts) & 15
             wide = nibbles.view(-1, packing.GROUP, packing.PANEL).float() * scales + minimums
-    return _rows(wide.bfloat16().view(panels, k, packing.PANEL), n, k)
+    return _rows(wide.to(dtype).view(panels, k, packing.PANEL), n, k)
 
 
 def _rows(panels: torch.Tensor, n: int, k: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Bugs in the worker's core and in both ends of a KV transfer."""
 
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from relay.sim import kv_link
 from relay.sim.planted.mutant import Mutant, nothing
