@@ -30,10 +30,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     from relay.cli.server import HttpServer
     from relay.cluster.launcher import LaunchExit, LaunchSpec
     from relay.cluster.local import LocalLauncher
-    from relay.config import ControlConfig
     from relay.control.contract import ModelInfo
     from relay.control.core import GatewayCore
     from relay.control.shell import GatewayShell
+    from relay.control_config import ControlConfig
     from relay.ids import WorkerKey
     from relay.models.store import default_cache_dir, open_model
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.report import provenance
-from relay.config import ControlConfig
 from relay.control.commands import Deliver
 from relay.control.connection import Connection
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission
 from relay.control.core import GatewayCore
 from relay.control.events import RequestSubmitted, Started, WorkerConnected, WorkerMessage
 from relay.control.shell import GatewayShell
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey
 from relay.protocol.framing import encode
 from relay.protocol.messages import Hello, Role, TokenEntry, Tokens

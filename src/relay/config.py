@@ -9,6 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from relay.control_config import (
+    STEP_DEADLINE_S,
+    ControlConfig,
+    check,
+)
 from relay.devices import RoleDevices, check_names
 from relay.errors import UsageError
 
@@ -25,150 +30,10 @@ MAX_THREADS = 1024
 MAX_BLOCK_SIZE = 1 << 12
 MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
-STEP_DEADLINE_S = 10.0
 _WORKER_ADDRESS = re.compile(r"tcp://[^\s,]+:\d{1,5}")
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
-
-
-def _check(condition: bool, text: str) -> None:
-    if not condition:
-        raise UsageError(text)
-
-
-@dataclass(frozen=True, slots=True)
-class DetectorConfig:
-    """When silence becomes suspicion and death, and when slowness becomes a hang."""
-
-    suspect_after_s: float = 1.0
-    dead_after_s: float = 1.5
-    frozen_after_s: float = 0.5  # engine stopped (state T) this long, as its agent reads it
-    start_deadline_s: float = 180.0  # launch to both connections: loading and compiling have their own long deadline
-    step_deadline_s: float = STEP_DEADLINE_S  # one engine step, not counting what it waited for a processor
-    answer_deadline_s: float = 10.0  # Reserve to Accept or Refuse; an engine answers between steps
-    handoff_deadline_s: float = 20.0  # first token reported by P to first token of D
-    own_stall_s: float = (
-        0.1  # a tick this late means that the gateway itself stood still: nobody else is blamed for that time
-    )
-
-    def __post_init__(self) -> None:
-        _check(
-            0 < self.suspect_after_s <= self.dead_after_s, "suspect_after_s must be positive and at most dead_after_s"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RestartConfig:
-    """How a lost worker comes back: at once, then with exponential delays; a loop of crashes counts as no worker.
-
-    A worker that was ready and then killed comes back at once however often that happens, but after what it had has gone on
-    elsewhere: its start takes half a second of processor time that the others' prefill needs.
-    """
-
-    first_delay_s: float = 0.1
-    max_delay_s: float = 5.0
-    stable_after_s: float = 10.0  # ready this long: earlier failures are forgotten
-    crash_loop_failures: int = 5  # from here on a restarting worker is not counted as "starting"
-    start_attempts: int = 3  # before the cluster was ever complete
-    exit_wait_s: float = 2.0  # after a kill, wait this long for the launcher's exit event
-    yield_s: float = 1.0  # the longest wait for that
-    report_wait_s: float = 1.0  # after an engine's EOF, wait this long for its agent to say why; a crash is slow to end
-
-
-@dataclass(frozen=True, slots=True)
-class RetryConfig:
-    """Bounds on placing one choice again. Counters restart whenever the choice commits a token."""
-
-    max_failures: int = 8
-    max_losses: int = 100  # workers killed under it, which is nobody's fault
-    max_blames: int = 3  # crashes and hangs of the engine that computed it; the last one in a step of its own
-    max_transfer_failures: int = 2  # then one worker does both phases
-    backoff_s: float = 0.025
-    max_backoff_s: float = 1.0
-    full_patience_s: float = 0.5  # every D full for this long: compute where there is a queue instead of reserving
-    park_lease_s: float = 10.0  # with every D full, P computes the prompt and keeps its KV so long; 0: never
-    # Resumes are paid in tokens to compute; with nothing left they wait. All three bound what a storm of restarts adds.
-    budget_per_mille: int = 500  # earned of every accepted or committed token
-    budget_tokens_per_s: int = 2000
-    budget_burst_tokens: int = 1 << 16
-
-    def __post_init__(self) -> None:
-        _check(
-            self.budget_per_mille >= 0 and self.budget_tokens_per_s >= 1 and self.budget_burst_tokens >= 1,
-            "the retry budget needs a positive rate and burst: without them resumed requests would wait for ever",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HedgeConfig:
-    """Second attempts on mere suspicion. ``budget_per_mille`` 0 turns them off."""
-
-    budget_per_mille: int = 50  # extra tokens computed, of all accepted and committed ones
-    burst_tokens: int = 1 << 14  # saved up at most
-    slow_step_s: float = 2.0  # a step older than this, and
-    slow_factor: int = 8  # than so many usual ones, makes its worker doubted
-
-    def __post_init__(self) -> None:
-        _check(0 <= self.budget_per_mille <= 1000, "the hedge budget must be 0 to 1000 per mille")
-        _check(
-            self.burst_tokens >= 1 and self.slow_step_s > 0 and self.slow_factor >= 1, "hedge bounds must be positive"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerConfig:
-    """When outcomes say that a worker or a link is better left alone, and how it comes back."""
-
-    window_s: float = 10.0
-    min_failures: int = 5
-    failure_per_mille: int = 500
-    open_s: float = 1.0  # doubled by every failure while half open
-    max_open_s: float = 8.0
-    slow_start_s: float = 5.0
-    slow_start_seqs: int = 2  # at once, at first
-
-    def __post_init__(self) -> None:
-        _check(self.min_failures >= 1 and 0 < self.failure_per_mille <= 1000, "breaker thresholds are out of range")
-        _check(
-            self.window_s > 0 and 0 < self.open_s <= self.max_open_s and self.slow_start_s > 0,
-            "breaker times must be positive, and open_s at most max_open_s",
-        )
-        _check(self.slow_start_seqs >= 1, "slow_start_seqs must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """What may wait. Over these: 429 and Retry-After."""
-
-    max_num_queued_reqs: int = 512
-    max_num_queued_tokens: int = 1 << 20
-    retry_after_s: int = 1
-    no_worker_deadline_s: float = 60.0  # waiting while no worker at all is ready
-
-    def __post_init__(self) -> None:
-        _check(self.max_num_queued_reqs >= 1 and self.max_num_queued_tokens >= 1, "queue bounds must be positive")
-        _check(self.retry_after_s >= 1, "retry_after_s must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ControlConfig:
-    """Everything the gateway's pure core is told once."""
-
-    detector: DetectorConfig = field(default_factory=DetectorConfig)
-    restart: RestartConfig = field(default_factory=RestartConfig)
-    retry: RetryConfig = field(default_factory=RetryConfig)
-    hedge: HedgeConfig = field(default_factory=HedgeConfig)
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
-    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    short_prompt_tokens: int = 64  # fewer uncached tokens than this: D prefills itself
-    tick_s: float = 0.1
-    story_entries: int = 8192
-    gateway: str = "gateway-0"
-    epoch: int = 1  # of this life of the gateway: grows with every start of any gateway
-    shared_workers: bool = False  # other gateways use them too: a lost connection is not a lost worker
-    adopt_wait_s: float = 0.1  # a client that came back waits so long for news of who computes its request already
-    was_complete: bool = False  # every worker was ready once, in an earlier life
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,72 +79,68 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9  # of each device, shared by the workers on it
 
     def __post_init__(self) -> None:
-        _check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
-        _check(
-            0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}"
-        )
-        _check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
-        _check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
-        _check(
+        check(self.backend in BACKENDS, f"--backend: {self.backend!r} is none of {', '.join(BACKENDS)}")
+        check(0 <= self.threads <= MAX_THREADS, f"--threads must be 0 (all cores) to {MAX_THREADS}, not {self.threads}")
+        check(self.transport in TRANSPORTS, f"--transport: {self.transport!r} is none of {', '.join(TRANSPORTS)}")
+        check(self.dtype in DTYPES, f"--dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
+        check(
             self.kv_cache_dtype in KV_DTYPES,
             f"--kv-cache-dtype: {self.kv_cache_dtype!r} is none of {', '.join(KV_DTYPES)}",
         )
-        _check(
+        check(
             UNIT_TOKENS <= self.block_size <= MAX_BLOCK_SIZE and self.block_size % UNIT_TOKENS == 0,
             f"--block-size must be a multiple of {UNIT_TOKENS} up to {MAX_BLOCK_SIZE}, not {self.block_size}",
         )
-        _check(self.max_model_len is None or self.max_model_len >= 1, "--max-model-len must be at least 1")
-        _check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
-        _check(
+        check(self.max_model_len is None or self.max_model_len >= 1, "--max-model-len must be at least 1")
+        check(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        check(
             UNIT_TOKENS <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
             f"--max-num-batched-tokens must be {UNIT_TOKENS} to {MAX_STEP_TOKENS}, not {self.max_num_batched_tokens}",
         )
-        _check(
+        check(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs: a step holds one token of every running sequence",
         )
-        _check(
+        check(
             self.kv_cache_memory_bytes > 0 or (self.backend == "cuda" and self.kv_cache_memory_bytes == 0),
             "--kv-cache-memory must be positive",
         )
-        _check(
+        check(
             0 < self.gpu_memory_utilization <= 1,
             f"--gpu-memory-utilization must be over 0 and at most 1, not {self.gpu_memory_utilization:g}",
         )
         check_names("--device", self.devices)
-        _check(
+        check(
             self.backend == "cuda" or not (self.by_role.prefill or self.by_role.decode),
             f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
         )
-        _check(
+        check(
             self.backend != "reference" or self.by_role.ranks == 1,
             f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
         )
         if self.backend == "cuda":
-            _check(
+            check(
                 "auto" in (self.dtype, self.kv_cache_dtype) or self.dtype == self.kv_cache_dtype,
                 "--kv-cache-dtype: the cuda backend keeps KV in the type of --dtype, bfloat16 or float16",
             )
-            _check(
+            check(
                 "float32" not in (self.dtype, self.kv_cache_dtype),
                 "--dtype, --kv-cache-dtype: the cuda backend computes and keeps KV in bfloat16 or float16, not float32",
             )
-            _check(
+            check(
                 self.block_size & (self.block_size - 1) == 0,
                 f"--block-size: the cuda backend needs a power of two, not {self.block_size}",
             )
         else:
-            _check(
+            check(
                 self.dtype not in ("bfloat16", "float16"),
                 f"--dtype {self.dtype} needs --backend cuda, not {self.backend}",
             )
-            _check(
+            check(
                 self.kv_cache_dtype != "float16", f"--kv-cache-dtype float16 needs --backend cuda, not {self.backend}"
             )
-            _check(
-                not self.quantization, f"--quantization {self.quantization} needs --backend cuda, not {self.backend}"
-            )
-            _check(self.transport != "ipc", f"--transport ipc needs --backend cuda, not {self.backend}")
+            check(not self.quantization, f"--quantization {self.quantization} needs --backend cuda, not {self.backend}")
+            check(self.transport != "ipc", f"--transport ipc needs --backend cuda, not {self.backend}")
 
     @classmethod
     def of(cls, backend: BackendName, **values: Any) -> "WorkerConfig":
@@ -344,27 +205,27 @@ class ServeConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
-        _check(
+        check(0 <= self.port <= 65535, f"--port must be between 0 and 65535, not {self.port}")
+        check(
             0 <= self.worker_port <= 65536 - self.gateways,
             f"--worker-port must be between 0 and {65536 - self.gateways}, not {self.worker_port}",
         )
-        _check(
+        check(
             self.worker_address is None or all(_WORKER_ADDRESS.fullmatch(one) for one in self.worker_addresses),
             f"--worker-address must be tcp://HOST:PORT, not {self.worker_address!r}",
         )
-        _check(1 <= self.gateways <= 16, f"--gateways must be between 1 and 16, not {self.gateways}")
-        _check(0 < self.orphan_hold_s <= 3600, "--orphan-hold must be a number of seconds up to 3600")
-        _check(
+        check(1 <= self.gateways <= 16, f"--gateways must be between 1 and 16, not {self.gateways}")
+        check(0 < self.orphan_hold_s <= 3600, "--orphan-hold must be a number of seconds up to 3600")
+        check(
             self.worker_address is None or len(self.worker_addresses) == self.gateways,
             f"--worker-address must name an address for each of the {self.gateways} gateways",
         )
-        _check(self.served_model_name != "", "--served-model-name must not be empty")
-        _check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
-        _check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
-        _check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
-        _check(self.grace_s >= 0, "--grace must be a number of seconds of at least 0")
-        _check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+        check(self.served_model_name != "", "--served-model-name must not be empty")
+        check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
+        check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
+        check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
+        check(self.grace_s >= 0, "--grace must be a number of seconds of at least 0")
+        check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
 
     def resolved_control(self) -> ControlConfig:
         """``control`` with the step deadline of the backend, unless another one was set."""
@@ -377,7 +238,7 @@ class ServeConfig:
         found: dict[str, str] = {}
         for text in self.perturb:
             worker, _, kind = text.partition("=")
-            _check(
+            check(
                 worker in (*ids, "all") and kind != "", f"--perturb {text!r}: write WORKER=KIND, WORKER of {ids} or all"
             )
             found |= dict.fromkeys(ids if worker == "all" else [worker], kind)
@@ -411,5 +272,5 @@ def parse_bytes(text: str) -> int:
         factor = _SUFFIXES[suffix]
     except (ValueError, KeyError):
         raise UsageError(f"{text!r} is not a size; write for example 512M or 2G") from None
-    _check(0 < value < float("inf"), f"{text!r} is not a positive size")
+    check(0 < value < float("inf"), f"{text!r} is not a positive size")
     return int(value * factor)

@@ -4,10 +4,10 @@ import pytest
 from fake_worker import next_token
 from world import World
 
-from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import ChoiceState, WorkerState
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,

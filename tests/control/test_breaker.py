@@ -2,12 +2,13 @@
 
 from world import World
 
-from relay.config import SECOND, BreakerConfig, ControlConfig, RetryConfig
+from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.breaker import EVERYTHING, Breaker, BreakerState
 from relay.control.budget import TokenBucket
 from relay.control.transitions import AttemptState
+from relay.control_config import BreakerConfig, ControlConfig, RetryConfig
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
 from relay.protocol.messages import CacheChanged, Reserve, Run, SequenceFailed, TokenEntry, Tokens

@@ -4,13 +4,13 @@ import msgspec
 import pytest
 from world import MODEL
 
-from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import Submission
 from relay.control.core import GatewayCore
 from relay.control.invariants import violations
 from relay.control.transitions import WorkerState
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import EngineExited, Hello, Orphans, Reserve, Run, TokenEntry, Tokens
 from relay.protocol.sampling import SamplingParams

@@ -5,11 +5,12 @@ import random
 import pytest
 from world import World
 
-from relay.config import SECOND, ControlConfig, DetectorConfig, HedgeConfig
+from relay.config import SECOND
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.invariants import violations
 from relay.control.workers import Worker
+from relay.control_config import ControlConfig, DetectorConfig, HedgeConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import Cancel, ComputedRow, Heartbeat, Refuse, Run, SequenceFailed, TokenEntry, Tokens
 

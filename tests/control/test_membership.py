@@ -4,10 +4,10 @@ import pytest
 from fake_worker import FakeWorker
 from world import World
 
-from relay.config import ControlConfig, DetectorConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import AttemptState, WorkerState
+from relay.control_config import ControlConfig, DetectorConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     Drain,

@@ -5,8 +5,8 @@ import random
 import pytest
 from world import World
 
-from relay.config import ControlConfig, RetryConfig
 from relay.control import events as e
+from relay.control_config import ControlConfig, RetryConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import Cancel, Load, Refuse, Reserve, Run
 

@@ -4,7 +4,6 @@ import pytest
 from fake_worker import oracle
 from world import World
 
-from relay.config import AdmissionConfig, ControlConfig, RetryConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import ModelInfo, Submission
@@ -17,6 +16,7 @@ from relay.control.transitions import (
     ChoiceState,
     WorkerState,
 )
+from relay.control_config import AdmissionConfig, ControlConfig, RetryConfig
 from relay.ids import WorkerKey
 from relay.protocol.block_hash import root_hash, unit_hashes
 from relay.protocol.messages import (

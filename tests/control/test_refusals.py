@@ -4,9 +4,9 @@ from itertools import pairwise
 
 from world import World
 
-from relay.config import ControlConfig, RetryConfig
 from relay.control import events as e
 from relay.control.refusals import FREE_REFUSALS, MAX_HINT_NS, Refusals, choice_delay_ns, hint_ns
+from relay.control_config import ControlConfig, RetryConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import Cancel, Load, Prefill, Refuse, Reserve, Run, SequenceFailed
 

@@ -7,11 +7,11 @@ import pytest
 from fake_engine import Fleet, Peer
 from fake_worker import FakeWorker, oracle
 
-from relay.config import ControlConfig, DetectorConfig
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.record import GatewayPlayer, GatewayRecorder
 from relay.control.shell import GatewayShell
+from relay.control_config import ControlConfig, DetectorConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import Rejected
 from relay.protocol.sampling import SamplingParams

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from fake_worker import FakeWorker, oracle
 
-from relay.config import ControlConfig
 from relay.control import commands as c
 from relay.control import events as e
 from relay.control.contract import ModelInfo, RequestFailure, Submission
 from relay.control.core import GatewayCore
 from relay.control.invariants import violations
+from relay.control_config import ControlConfig
 from relay.ids import SequenceKey, WorkerKey
 from relay.protocol.messages import Drained, EngineExited, Heartbeat, Message, SequenceFailed, Work
 from relay.protocol.sampling import SamplingParams

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from relay.bench.kv import percentile
-from relay.config import ControlConfig, WorkerConfig
+from relay.config import WorkerConfig
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
+from relay.control_config import ControlConfig
 from relay.errors import StartupError
 from relay.local.workers import LocalWorkers
 from relay.models.loaded import LoadedModel

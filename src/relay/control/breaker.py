@@ -2,7 +2,8 @@
 
 from enum import Enum
 
-from relay.config import SECOND, BreakerConfig
+from relay.config import SECOND
+from relay.control_config import BreakerConfig
 
 SLOTS = 10  # parts of the sliding window
 EVERYTHING = 1 << 30

@@ -6,7 +6,7 @@ No clock, socket, randomness or environment: the same object runs under asyncio 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from relay.config import SECOND, ControlConfig
+from relay.config import SECOND
 from relay.control import admission, report
 from relay.control.commands import Command, Ended, LeaveRefused, Refuse, SetTimer
 from relay.control.contract import ModelInfo, RequestFailure
@@ -37,6 +37,7 @@ from relay.control.state import LIVE, ClusterState
 from relay.control.stream import TokenPath, undecided
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control.workers import Worker
+from relay.control_config import ControlConfig
 from relay.protocol.messages import (
     HANDED_BACK,
     Accept,

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from relay.config import ControlConfig
 from relay.control.contract import ModelInfo
 from relay.control.core import GatewayCore
 from relay.control.events import Event, WorkerMessage
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey
 from relay.protocol.messages import AgentToGateway, EngineToGateway, Role
 from relay.record import codec, frames

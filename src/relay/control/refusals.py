@@ -7,7 +7,8 @@ longer from one to the next, whatever the news: so it is asked for ever fewer ti
 
 from dataclasses import dataclass
 
-from relay.config import MILLISECOND, SECOND, RetryConfig
+from relay.config import MILLISECOND, SECOND
+from relay.control_config import RetryConfig
 
 FREE_REFUSALS = 4  # of one choice in a row, before it waits by itself
 MAX_HINT_NS = 10 * SECOND  # a worker can ask for no more

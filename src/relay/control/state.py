@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from relay.config import ControlConfig
 from relay.control.breaker import Breakers
 from relay.control.budget import TokenBucket
 from relay.control.commands import Command
@@ -13,6 +12,7 @@ from relay.control.requests import Choice, Request
 from relay.control.story import Story
 from relay.control.transitions import WorkerState
 from relay.control.workers import Worker
+from relay.control_config import ControlConfig
 from relay.ids import WorkerKey, first_id
 from relay.protocol.messages import Role
 

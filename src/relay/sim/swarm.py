@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relay.config import (
+from relay.control_config import (
     AdmissionConfig,
     BreakerConfig,
     ControlConfig,

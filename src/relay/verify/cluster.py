@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from relay.config import ControlConfig, WorkerConfig, control_for
+from relay.config import WorkerConfig, control_for
 from relay.control.contract import Delivery, ModelInfo, RequestFailure, Submission, SubmissionRefused
 from relay.control.core import GatewayCore
 from relay.control.shell import GatewayShell
+from relay.control_config import ControlConfig
 from relay.errors import StartupError
 from relay.local.workers import LocalWorkers
 from relay.models.store import LoadedModel

@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from relay.config import TRANSPORTS, BackendName, ControlConfig, WorkerConfig
+from relay.config import TRANSPORTS, BackendName, WorkerConfig
+from relay.control_config import ControlConfig
 from relay.models.store import LoadedModel
 from relay.protocol.messages import Role
 from relay.verify.cluster import VerifyCluster

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from relay.config import ControlConfig, HedgeConfig
+from relay.control_config import ControlConfig, HedgeConfig
 from relay.sim.clients import Client
 from relay.sim.scenarios.stage import Scenario, Stage, cluster, control
 

@@ -7,11 +7,12 @@ and every checker of the world watches it.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from relay.config import SECOND, AdmissionConfig, ControlConfig, DetectorConfig, RestartConfig, RetryConfig
+from relay.config import SECOND
 from relay.control.attempts import Attempt
 from relay.control.contract import Submission
 from relay.control.requests import Choice
 from relay.control.transitions import AttemptState, ChoiceState
+from relay.control_config import AdmissionConfig, ControlConfig, DetectorConfig, RestartConfig, RetryConfig
 from relay.engine.limits import SchedulerLimits
 from relay.protocol.messages import Role
 from relay.protocol.sampling import SamplingParams

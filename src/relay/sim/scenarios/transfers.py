@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from relay.config import BreakerConfig
+from relay.control_config import BreakerConfig
 from relay.sim.clients import Client
 from relay.sim.engine import TICK_NS
 from relay.sim.forgery import FORGERIES
