@@ -58,6 +58,11 @@ def test_device_lists_need_a_backend_with_devices() -> None:
         WorkerConfig.of("cpu", by_role=RoleDevices(("cuda:0",)))
 
 
+def test_ranks_and_int8_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="--quantization int8 and --tensor-parallel-size 2 do not go together"):
+        WorkerConfig.of("cuda", quantization="int8", by_role=RoleDevices(ranks=2))
+
+
 def test_each_worker_is_told_its_own_device() -> None:
     config = WorkerConfig.of("cuda", by_role=RoleDevices(("cuda:0",), ("cuda:1", "cuda:1")))
     workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT)  # type: ignore[arg-type]
