@@ -27,7 +27,7 @@ STATE_WORDS = 16  # int32: epoch, programs that are through; padded
 
 @dataclass(slots=True)
 class Links:
-    """``areas[rank]`` (16-bit numbers) and ``flags[rank]`` (int32 [MAX_RANKS]) are on the devices of their ranks, ``state`` on ours.
+    """``areas[rank]`` (16-bit numbers) and ``flags[rank]`` (int32 [MAX_RANKS]) are on their ranks' devices, ``state`` on ours.
 
     Flags and state are zero at first.
     """
