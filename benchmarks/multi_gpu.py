@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import json
 import math
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -21,7 +23,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu_pack import write
 from benchmarks.gpu_serve import Server, killed, serving, transfers
-from benchmarks.gpu_shapes import LLAMA_8B
+from benchmarks.gpu_shapes import LLAMA_8B, SMOLLM2
 from benchmarks.multi_gpu_load import Load, drive
 from benchmarks.multi_gpu_transfer import Pair, copy_rate
 from relay.config import TransportName
@@ -157,8 +159,8 @@ def without_nan(value: Any) -> Any:
 class Bench:
     """The parts."""
 
-    def __init__(self, setup: Setup, pack: Path, run: Run) -> None:
-        self._setup, self._pack, self._run = setup, pack, run
+    def __init__(self, setup: Setup, pack: Path, cache: Path, run: Run) -> None:
+        self._setup, self._pack, self._cache, self._run = setup, pack, cache, run
 
     def serve(self, shape: str, *more: str) -> Any:
         setup = self._setup
@@ -219,6 +221,24 @@ class Bench:
             return asyncio.run(
                 killed(server, victim, setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab)
             )
+
+    def exact_ranks(self) -> dict[str, Any]:
+        """``relay verify`` with two ranks, on a model of SmolLM2's shape (the tiny one on CPUs)."""
+        setup = self._setup
+        pack = self._pack.with_name("verify.pack")
+        write(pack, TINY if setup.backend == "cpu" else SMOLLM2)
+        remember(pack, self._cache)
+        command = [sys.executable, "-m", "relay.cli.main", "verify", str(pack), "--offline", "--json"]
+        command += ["--cache-dir", str(self._cache), "--backend", setup.backend, "--tensor-parallel-size", "2"]
+        command += ["--path", "batched", "--path", "chunks of 50", "--path", "prefix cache"]
+        if setup.backend == "cuda":
+            command += ["--device", ",".join(setup.devices)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self._run.left_s())
+        if not done.stdout.strip():
+            raise RuntimeError(f"relay verify ended with {done.returncode}: {done.stderr[-1500:]}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        print(f"verify with two ranks: {found['identical']} of {found['compared']} identical", flush=True)
+        return found
 
     def external(self, port: int, model: str) -> dict[str, Any]:
         """The same load on another server that listens on ``port`` of this machine."""
@@ -307,7 +327,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=550.0, help="seconds for everything")
-    parser.add_argument("--parts", default="kv,split,colocated,kill,ranks,kill-replica,kv-other,split-other")
+    parser.add_argument(
+        "--parts", default="kv,split,colocated,kill,exact-ranks,ranks,kill-replica,kv-other,split-other"
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
@@ -324,7 +346,7 @@ def main() -> None:
         pack = arguments.pack or Path(scratch if arguments.cpu else "/dev/shm") / "bench.pack"
         cache = arguments.cache_dir or Path(scratch) / "cache"
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
-        bench = Bench(setup, pack, run)
+        bench = Bench(setup, pack, cache, run)
         run.part("topology", 0, topology)
 
         def prepare() -> dict[str, float]:
@@ -343,6 +365,7 @@ def main() -> None:
             "colocated": (120, bench.colocated),
             "kill": (45, lambda: bench.kill("split", "decode-0")),
             "kill-replica": (45, lambda: bench.kill("colocated", "worker-0")),
+            "exact-ranks": (60, bench.exact_ranks),
             "ranks": (50, lambda: bench.loads("ranks", factors=setup.factors)),
         }
         for name in arguments.parts.split(","):

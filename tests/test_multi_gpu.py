@@ -113,4 +113,6 @@ def test_the_whole_script_on_cpus(tmp_path: Path) -> None:
         assert all(row["kv_bytes_equal"] for row in found["parts"][part].values())
     assert found["compared"]["split over colocated, load x 1"]["same_tokens"]
     assert found["parts"]["ranks"]["load x 1"]["errors"] == []
+    exact = found["parts"]["exact-ranks"]
+    assert exact["identical"] == exact["compared"] > 0
     assert found["parts"]["kill"]["different_outputs"] == found["parts"]["kill-replica"]["different_outputs"] == 0
