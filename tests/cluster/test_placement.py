@@ -167,6 +167,11 @@ def test_the_banner_says_devices_and_placement(monkeypatch: pytest.MonkeyPatch) 
     lines = devices_command.device_lines(config, model, detect({}, h200s(2)))
     assert lines[-1] == "prefill-0 on cuda:0, decode-0 on cuda:1"
     assert 14.9 < devices_command.need_of(config, model).weight_bytes / GIB < 15.0  # 8.03 billion weights of 2 bytes
+    halved = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role, quantization="int8"))
+    assert 7.9 < devices_command.need_of(halved, model).weight_bytes / GIB < 8.0  # the embedding stays as it is
+    two = RoleDevices(("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"), ranks=2)
+    ranks = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=two))
+    assert 7.9 < devices_command.need_of(ranks, model).weight_bytes / GIB < 8.0
     small = detect({}, FakeNvml([16 * GIB] * 2, [16 * GIB] * 2))
     with pytest.raises(DoesNotFitError, match=r"prefill-0 does not fit on cuda:0 .* 15\.0 GiB of weights"):
         devices_command.device_lines(config, model, small)
