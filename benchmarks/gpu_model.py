@@ -29,24 +29,30 @@ BLOCK = 64
 
 
 def random_model(
-    config: ModelConfig, max_rows: int, max_tokens: int, graphs: bool = True
+    config: ModelConfig,
+    max_rows: int,
+    max_tokens: int,
+    graphs: bool = True,
+    device: str = "cuda:0",
+    dtype: str = "bfloat16",
 ) -> tuple[CudaBackend, Program]:
     """A backend with random weights of the config's shapes, scaled so that activations stay of order one."""
     program = build_program(config)
+    kind = getattr(torch, dtype)
     g = program.geometry
     matrices: dict[str, torch.Tensor] = {}
     vectors: dict[str, torch.Tensor] = {}
-    matrices["embed"] = torch.randn(g.vocab, g.hidden, device="cuda", dtype=torch.bfloat16)
+    matrices["embed"] = torch.randn(g.vocab, g.hidden, device=device, dtype=kind)
     for op in program.ops:
         if isinstance(op, Linear) and op.weight not in matrices:
             n, k = g.width(op.dst), g.width(op.src)
-            matrices[op.weight] = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(k**-0.5)
+            matrices[op.weight] = torch.randn(n, k, device=device, dtype=kind).mul_(k**-0.5)
         if isinstance(op, RmsNorm):
-            vectors[op.weight] = torch.rand(g.width(op.src), device="cuda") + 0.5
+            vectors[op.weight] = torch.rand(g.width(op.src), device=device) + 0.5
     inverse = config.rope.theta ** -(torch.arange(0, g.head_dim, 2, dtype=torch.float64) / g.head_dim)
     angles = torch.arange(g.max_positions, dtype=torch.float64)[:, None] * inverse
-    vectors["rope.cos"], vectors["rope.sin"] = angles.cos().float().cuda(), angles.sin().float().cuda()
-    backend = CudaBackend(max_rows=max_rows, max_tokens=max_tokens, graphs=graphs)
+    vectors["rope.cos"], vectors["rope.sin"] = angles.cos().float().to(device), angles.sin().float().to(device)
+    backend = CudaBackend(device, max_rows=max_rows, max_tokens=max_tokens, graphs=graphs, dtype=dtype)
     backend.load_tensors(program, matrices, vectors)
     return backend, program
 
@@ -100,12 +106,12 @@ class Paths:
         )
 
 
-def check(report: Report, name: str, config: ModelConfig) -> None:
+def check(report: Report, name: str, config: ModelConfig, dtype: str = "bfloat16") -> None:
     """P4: logits of chosen positions and all KV bytes over every path; P7: graph and eager."""
     length = 700
-    backend, program = random_model(config, max_rows=32, max_tokens=2048)
+    backend, program = random_model(config, max_rows=32, max_tokens=2048, dtype=dtype)
     blocks = 60 * -(-length // BLOCK)
-    backend.allocate_kv(blocks, BLOCK, "bfloat16")
+    backend.allocate_kv(blocks, BLOCK, dtype)
     assert backend._device.kv is not None
     backend._device.kv.fill_(float("nan"))
     tokens = np.random.default_rng(0).integers(0, config.vocab, length)

@@ -1,16 +1,23 @@
-"""KV of one prompt from a P process to a D process on one GPU: how much of the sending hides behind the prompt.
+"""KV of one prompt from a P process to a D process on GPUs: how much of the sending hides behind the prompt.
 
-``python -m benchmarks.gpu_transfer --out FILE [--transport shm,tcp] [--tokens 2048]``. Production transports, backend and canonical
-copies, random weights of 8B shape. Two orders: layer by layer while the prompt is computed, and all layers after its first token
-is drawn. Exposed: from the draw on P to the last byte in D's blocks (both clocks are CLOCK_MONOTONIC of one machine).
+``python -m benchmarks.gpu_transfer --out FILE [--transport shm,tcp,ipc] [--tokens 2048,8192] [--target-device cuda:1]``. Production
+transports, backend and canonical copies, random weights of 8B shape; both processes load once and serve every row. Two orders:
+layer by layer while the prompt is computed (in chunks of 2,048), and all layers after its first token is drawn. Exposed: from the
+draw on P to the last byte in D's blocks (both clocks are CLOCK_MONOTONIC of one machine). After each row D's KV is compared with
+P's, byte by byte, by the digests of every layer.
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import queue
 import statistics
+import sys
+import threading
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,147 +32,223 @@ from relay.transfer.contract import (
     ReceiveCompleted,
     ReceiveOrder,
     SendAcknowledged,
-    SendFailed,
     SendOrder,
 )
 from relay.transfer.frame import Handoff
 
 BLOCK = 64
+CHUNK = 2048
+TICK_S = 0.2
+PATIENCE_S = 60
 
 
-def endpoint(name: str, transport: str, layers: int) -> tuple[Any, Any, Any, Any]:
-    """(backend, program, transport, its events) of one process."""
-    import torch
+class End:
+    """One process's engine, and a transport for each row."""
 
-    from benchmarks.gpu_model import random_model
-    from relay.kernels.cpu.crc32c import crc32c
-    from relay.transfer.transport import WiredTransport
-    from relay.transfer.wire import open_wires
-    from relay.worker.device import flow_of
-    from relay.worker.host import host_identity
+    def __init__(self, name: str, layers: int, tokens: int, device: str) -> None:
+        import torch
 
-    torch.manual_seed(1)
-    config = LLAMA_8B if layers == LLAMA_8B.num_layers else shallower(layers)
-    backend, program = random_model(config, max_rows=8, max_tokens=2048)
-    backend.allocate_kv(400, BLOCK, "bfloat16")
-    backend.warm_up(2048)
-    layout = Layout(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    flow = flow_of("cuda")
-    wired = WiredTransport(
-        Identity(name, 1, "digest", "numerics", layout),
-        backend,
-        events.put,
-        open_wires(transport, host_identity(), ring_bytes=flow.ring_bytes),  # type: ignore[arg-type]
-        flow.limits,
-        checksum=crc32c,
-        clock=MonotonicClock(),
-    )
-    return backend, program, wired, events
+        from benchmarks.gpu_model import random_model
+
+        torch.cuda.set_device(device)
+        torch.manual_seed(1)
+        self.name, self.device = name, device
+        config = replace(LLAMA_8B, num_layers=layers, max_positions=max(8192, tokens))
+        self.backend, self.program = random_model(config, max_rows=8, max_tokens=CHUNK, device=device)
+        self.blocks = -(-tokens // BLOCK)
+        self.backend.allocate_kv(4 * self.blocks, BLOCK, "bfloat16")
+        self.warm(tokens)
+        self.layout = Layout(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def warm(self, tokens: int) -> None:
+        self.backend.warm_up(tokens)
+
+    def open(self, scheme: str) -> Any:
+        from relay.kernels.cpu.crc32c import crc32c
+        from relay.kernels.cuda.ipc import DeviceMemory
+        from relay.transfer.ipc import IpcWire
+        from relay.transfer.transport import WiredTransport
+        from relay.transfer.wire import Wire, open_wires
+        from relay.worker.device import flow_of
+        from relay.worker.host import host_identity
+
+        flow = flow_of("cuda")
+        wires: list[Wire] = (
+            [IpcWire(host_identity(), DeviceMemory(self.device))]
+            if scheme == "ipc"
+            else open_wires(scheme, host_identity(), ring_bytes=flow.ring_bytes)  # type: ignore[arg-type]
+        )
+        transport = WiredTransport(
+            Identity(self.name, 1, "digest", "numerics", self.layout),
+            self.backend,
+            self.events.put,
+            wires,
+            flow.limits,
+            checksum=crc32c,
+            clock=MonotonicClock(),
+        )
+        self._over = threading.Event()
+        threading.Thread(target=self._tick, args=(transport, self._over), daemon=True).start()
+        return transport
+
+    def close(self, transport: Any) -> None:
+        self._over.set()
+        transport.close()
+
+    @staticmethod
+    def _tick(transport: Any, over: threading.Event) -> None:
+        """As the worker's shell does, whatever the computing thread is at."""
+        while not over.wait(TICK_S):
+            transport.tick(time.monotonic_ns())
+
+    def table(self, turn: int, tokens: int) -> np.ndarray:
+        count = -(-tokens // BLOCK)
+        return np.arange(count, dtype=np.int32)[::-1] + turn * self.blocks
+
+    def digests(self, table: np.ndarray, tokens: int) -> list[bytes]:
+        raw = bytearray(tokens * self.layout.token_bytes)
+        found = []
+        for layer in range(self.layout.num_layers):
+            self.backend.read_kv(layer, table, 0, tokens, memoryview(raw))
+            found.append(hashlib.blake2b(raw, digest_size=16).digest())
+        return found
 
 
-def shallower(layers: int) -> Any:
-    from dataclasses import replace
+def decode_side(layers: int, most: int, device: str, pipe: Any) -> None:
+    end = End("d", layers, most, device)
+    pipe.send("loaded")
+    while (row := pipe.recv()) is not None:
+        scheme, tokens = row
+        transport = end.open(scheme)
+        pipe.send(transport.addresses)
+        table = end.table(0, tokens)
+        while (transfer := pipe.recv()) is not None:
+            table = end.table(transfer % 3, tokens)
+            transport.open_receive(ReceiveOrder(transfer, 0, "p", 1, 0, tokens, tuple(table.tolist())))
+            pipe.send("open")
+            event = end.events.get(timeout=PATIENCE_S)
+            pipe.send((time.monotonic_ns(), isinstance(event, ReceiveCompleted), str(event)))
+        pipe.send(end.digests(table, tokens))
+        end.close(transport)
 
-    return replace(LLAMA_8B, num_layers=layers)  # type: ignore[type-var]
 
-
-def decode_side(transport: str, layers: int, tokens: int, pipe: Any) -> None:
-    _, _, wired, events = endpoint("d", transport, layers)
-    pipe.send(wired.addresses)
-    blocks = -(-tokens // BLOCK)
-    while (transfer := pipe.recv()) is not None:
-        table = tuple(range(transfer % 3 * blocks, (transfer % 3 + 1) * blocks))
-        wired.open_receive(ReceiveOrder(transfer, 0, "p", 1, 0, tokens, table))
-        pipe.send("open")
-        event = events.get(timeout=60)
-        pipe.send((time.monotonic_ns(), isinstance(event, ReceiveCompleted), str(event)))
-
-
-def prefill_side(transport: str, layers: int, tokens: int, trials: int) -> dict[str, Any]:
+def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str, Any]:
     from relay.kernels.backend import Batch
-    from relay.protocol.sampling import SamplingParams
 
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    peer = context.Process(target=decode_side, args=(transport, layers, tokens, other))
-    peer.start()
-    backend, program, wired, events = endpoint("p", transport, layers)
+    pipe.send((scheme, tokens))
     addresses = pipe.recv()
-    backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
-    blocks = -(-tokens // BLOCK)
+    transport = end.open(scheme)
     chance = np.random.default_rng(0)
     found: dict[str, list[tuple[float, float]]] = {"overlapped": [], "after": [], "alone": []}
+    sent: Any = None
     for trial in range(3 * trials + 3):
         kind = ("overlapped", "after", "alone")[trial % 3]
-        table = np.arange(blocks, dtype=np.int32) + trial % 4 * blocks
-        batch = Batch(
-            token_ids=chance.integers(0, LLAMA_8B.vocab, tokens).astype(np.int32),
-            positions=np.arange(tokens, dtype=np.int32),
-            row_starts=np.array([0, tokens], np.int32),
-            slots=np.zeros(1, np.int32),
-            block_tables=table[None],
-            sampled_rows=np.zeros(1, np.int32),
-        )
+        table = end.table(trial % 4, tokens)
+        ids = chance.integers(0, LLAMA_8B.vocab, tokens).astype(np.int32)
         if kind != "alone":
             pipe.send(trial)
             assert pipe.recv() == "open"
-            wired.open_send(SendOrder(trial, 0, "d", 1, tuple(addresses), 0, tokens))
+            transport.open_send(SendOrder(trial, 0, "d", 1, tuple(addresses), 0, tokens))
         begin = time.monotonic_ns()
-        start = 0
-        for layer, stop in enumerate(program.sink_points):
-            backend.run(start, stop, batch)
-            start = stop
-            if kind == "overlapped":
-                wired.layer_written(trial, layer, 0, tokens, table)
-        backend.run(start, len(program.ops), batch)
-        (token,) = backend.sample(batch)
+        for first in range(0, tokens, CHUNK):
+            stop = min(first + CHUNK, tokens)
+            batch = Batch(
+                token_ids=ids[first:stop],
+                positions=np.arange(first, stop, dtype=np.int32),
+                row_starts=np.array([0, stop - first], np.int32),
+                slots=np.zeros(1, np.int32),
+                block_tables=table[None],
+                sampled_rows=np.zeros(1 if stop == tokens else 0, np.int32),
+            )
+            start = 0
+            for layer, point in enumerate(end.program.sink_points):
+                end.backend.run(start, point, batch)
+                start = point
+                if kind == "overlapped":
+                    transport.layer_written(trial, layer, first, stop - first, table)
+            end.backend.run(start, len(end.program.ops), batch)
+            drawn_tokens = end.backend.sample(batch)
         drawn = time.monotonic_ns()
         if kind == "after":
-            for layer in range(len(program.sink_points)):
-                wired.layer_written(trial, layer, 0, tokens, table)
+            for layer in range(end.layout.num_layers):
+                transport.layer_written(trial, layer, 0, tokens, table)
         there = drawn
         if kind != "alone":
-            wired.send_handoff(trial, Handoff(token_id=token.token_id))
+            transport.send_handoff(trial, Handoff(token_id=drawn_tokens[0].token_id))
             there, complete, text = pipe.recv()
-            event = events.get(timeout=60)
+            event = end.events.get(timeout=PATIENCE_S)
             assert complete, text
-            assert isinstance(event, SendAcknowledged), event if isinstance(event, SendFailed) else str(event)
+            assert isinstance(event, SendAcknowledged), str(event)
+            sent = (table, event.stats)
         if trial >= 3:
             found[kind].append(((drawn - begin) / 1e6, (there - drawn) / 1e6))
     pipe.send(None)
-    peer.join(20)
-    wired.close()
+    same = pipe.recv() == end.digests(sent[0], tokens)
+    end.close(transport)
 
     def median(kind: str, index: int) -> float:
-        return round(statistics.median(pair[index] for pair in found[kind]), 2)
+        return round(statistics.median(pair[index] for pair in found[kind]), 3)
 
-    megabytes = tokens * layers * 2 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2 / 1e6
-    row = {
+    megabytes = tokens * end.layout.num_layers * end.layout.token_bytes / 1e6
+    result = {
+        "transport": scheme,
+        "scheme_used": sent[1].scheme,
+        "frames": sent[1].frames,
+        "tokens": tokens,
         "megabytes": round(megabytes, 1),
         "trials": trials,
+        "kv_equal": same,
         "prefill_ms": {kind: median(kind, 0) for kind in found},
         "exposed_ms": {kind: median(kind, 1) for kind in ("overlapped", "after")},
         "hidden_share": round(1 - median("overlapped", 1) / median("after", 1), 4),
         "send_after_gb_per_s": round(megabytes / median("after", 1), 2),
-        "all_exposed_ms": {kind: [round(pair[1], 1) for pair in found[kind]] for kind in ("overlapped", "after")},
+        "all_exposed_ms": {kind: [round(pair[1], 2) for pair in found[kind]] for kind in ("overlapped", "after")},
     }
-    print(transport, row, flush=True)
-    return row
+    print(json.dumps({key: value for key, value in result.items() if key != "all_exposed_ms"}), flush=True)
+    return result
 
 
 def main() -> None:
+    from relay.protocol.sampling import SamplingParams
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--transport", default="shm,tcp")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--transport", default="shm,tcp,ipc")
+    parser.add_argument("--tokens", default="2048")
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
     parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--target-device", default="cuda:0")
     arguments = parser.parse_args()
-    rows = {}
-    for transport in arguments.transport.split(","):
-        rows[transport] = prefill_side(transport, arguments.layers, arguments.tokens, arguments.trials)
-        arguments.out.write_text(json.dumps({**report.provenance(), **rows}, indent=1) + "\n")
+    lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    target = (arguments.layers, max(lengths), arguments.target_device, other)
+    peer = context.Process(target=decode_side, args=target, daemon=True)
+    peer.start()
+    end = End("p", arguments.layers, max(lengths), "cuda:0")
+    assert pipe.recv() == "loaded"
+    end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
+    results: dict[str, Any] = {
+        **report.provenance(),
+        "target_device": arguments.target_device,
+        "rows": [],
+        "errors": [],
+    }
+    for tokens in lengths:
+        for scheme in arguments.transport.split(","):
+            try:
+                results["rows"].append(row(end, pipe, scheme, tokens, arguments.trials))
+            except Exception:  # the other process may be in the middle of this row: no other can follow
+                results["errors"].append({"transport": scheme, "tokens": tokens, "error": traceback.format_exc()})
+                print(results["errors"][-1]["error"], file=sys.stderr, flush=True)
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            if results["errors"]:
+                peer.kill()
+                sys.exit(1)
+    pipe.send(None)
+    peer.join(20)
+    sys.exit(not all(one["kv_equal"] for one in results["rows"]))
 
 
 if __name__ == "__main__":

@@ -128,11 +128,31 @@ def test_slots():
         {"max_model_len": 0},
         {"kv_cache_dtype": "int3"},
         {"dtype": "float64"},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "float16"},
+        {"quantization": "int8"},
+        {"transport": "ipc"},
+        {"backend": "cuda", "block_size": 64, "dtype": "float32"},
+        {"backend": "cuda", "block_size": 64, "dtype": "float16", "kv_cache_dtype": "bfloat16"},
     ],
 )
 def test_worker_settings_are_checked(values):
     with pytest.raises(UsageError):
         WorkerConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"kv_cache_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        ({"quantization": "int8", "transport": "ipc"}, "bfloat16"),
+    ],
+)
+def test_a_gpu_keeps_kv_in_the_type_it_computes_in(values, expected):
+    assert WorkerConfig.of("cuda", **values).resolved_kv_dtype == expected
 
 
 @pytest.mark.parametrize(

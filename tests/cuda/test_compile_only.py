@@ -80,7 +80,7 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
 def test_int8_linear(capability: int, rows: int) -> None:
     tile = linear_int8.tile_for(rows, 28672)
     types = {**LINEAR, "w": "*i16", "scales": "*fp32"}
-    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "EVEN": True}
+    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "EVEN": True}
     constants |= {"STAGES": tile.stages, "PDL": capability >= 90}
     kernel = linear_int8.linear_int8_kernel
     made = compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)

@@ -19,7 +19,20 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
 
 @pytest.mark.parametrize(
     "check",
-    ["linear", "int8", "attention", "sampler", "limits", "kv_copy", "program", "backend", "float16", "baseline"],
+    [
+        "linear",
+        "int8",
+        "attention",
+        "sampler",
+        "limits",
+        "kv_copy",
+        "program",
+        "backend",
+        "float16",
+        "quantized",
+        "transfer",
+        "baseline",
+    ],
 )
 def test_interpreted(check: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

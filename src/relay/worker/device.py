@@ -3,8 +3,6 @@
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +15,7 @@ from relay.transfer.contract import TransferLimits
 from relay.transfer.frame import Checksum
 from relay.transfer.ring import DEFAULT_RING_BYTES
 from relay.transfer.wire import Wire
+from relay.worker.load_report import report_for
 from relay.worker.spec import WorkerSpec
 from relay.worker.weights_link import NotShared, fetch, wait_for_end
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from relay.kernels.cuda.backend import CudaBackend
     from relay.kernels.ranks.exchange import MeetingPlace
     from relay.kernels.ranks.share import Share
-
-REPORT_S = 5.0  # between lines about a long load
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ def _cuda(spec: WorkerSpec) -> "CudaBackend":
         sharers=spec.gpu_sharers,
         max_rows=spec.max_num_seqs,
         max_tokens=spec.max_num_batched_tokens,
-        progress=_LoadReport(time.monotonic).moved,
+        progress=report_for(spec.worker, spec.pack_path, spec.device).moved,
         dtype=spec.kv_cache_dtype,
         quantized=spec.quantization == "int8",
     )
@@ -166,20 +163,3 @@ def _shared_weights(spec: WorkerSpec) -> "dict[str, torch.Tensor] | None":
     threading.Thread(target=watch, name="weights", daemon=True).start()
     print(f"weights of {spec.device} are shared by {spec.gpu_sharers} workers", file=sys.stderr, flush=True)
     return shared
-
-
-class _LoadReport:
-    """A line on stderr every few seconds of a load that takes longer."""
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self._bytes = 0
-        self._start_s = self._said_s = now_s()
-
-    def moved(self, count: int) -> None:
-        self._bytes += count
-        now_s = self._now_s()
-        if now_s - self._said_s >= REPORT_S:
-            self._said_s = now_s
-            rate = self._bytes / (now_s - self._start_s) / 1e9
-            print(f"loading weights: {self._bytes / 1e9:.1f} GB, {rate:.1f} GB/s", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relay.errors import CorruptModelError, RelayError
+from relay.worker.load_report import report_for
 from relay.worker.spec import WorkerSpec, decode_spec
 from relay.worker.weights_link import listen, same_user, send_message
 
@@ -103,7 +104,8 @@ def _load(spec: WorkerSpec) -> Callable[[], bytes]:
     pack = Pack(Path(spec.pack_path))
     if spec.model_digest and pack.digest != spec.model_digest:
         raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
-    return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype)
+    moved = report_for("holder", spec.pack_path, spec.device).moved
+    return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype, moved)
 
 
 if __name__ == "__main__":

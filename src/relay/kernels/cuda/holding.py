@@ -7,17 +7,23 @@ import torch
 from relay.kernels.cuda.loading import load_matrices, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit
 from relay.kernels.cuda.sharing import export_tensors
-from relay.kernels.cuda.weights import TYPES, WeightUpload
+from relay.kernels.cuda.weights import TYPES, Progress, WeightUpload, no_progress
 from relay.kernels.program import Program
 from relay.kernels.weights import WeightSource
 
 
-def hold_weights(program: Program, weights: WeightSource, device: str, dtype: str = "bfloat16") -> Callable[[], bytes]:
+def hold_weights(
+    program: Program,
+    weights: WeightSource,
+    device: str,
+    dtype: str = "bfloat16",
+    progress: Progress = no_progress,
+) -> Callable[[], bytes]:
     """Load the matrices of ``program``; the function returned makes the message for one process more."""
     check_device(device)
     torch.cuda.set_device(device)
     try:
-        matrices = load_matrices(program, weights, WeightUpload(device, dtype=TYPES[dtype]))
+        matrices = load_matrices(program, weights, WeightUpload(device, progress, TYPES[dtype]))
     except torch.cuda.OutOfMemoryError as error:
         raise does_not_fit(device, "the weights", weight_bytes(program)) from error
     torch.cuda.synchronize(device)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from relay.errors import CorruptModelError
-from relay.kernels.cuda.linear_int8 import quantize
+from relay.kernels.cuda.linear_int8 import pack_codes, quantize
 from relay.kernels.cuda.ops import Device
 from relay.kernels.cuda.weights import WeightUpload
 from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
@@ -56,7 +56,8 @@ def load_matrices(
             raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
         found[name] = upload.matrix(packed)
         if scales is not None and name not in whole:
-            found[name], scales[name] = quantize(found[name])
+            codes, scales[name] = quantize(found[name])
+            found[name] = pack_codes(codes)
     return found
 
 

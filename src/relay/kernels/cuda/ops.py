@@ -41,7 +41,9 @@ class Device:
     """What launches read and write besides the step: weights, buffers, cache, slots. Buffers may grow between steps."""
 
     name: str
-    matrices: dict[str, torch.Tensor] = field(default_factory=dict)  # 16-bit [n, k], or int8 where there are scales
+    matrices: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # 16-bit [n, k], or packed int8 where there are scales
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # fp32 [n] of the int8 ones
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # fp32
     layers: dict[tuple[int, int], LinearLayer] = field(default_factory=dict)  # by (outputs, depth)
