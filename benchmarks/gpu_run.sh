@@ -2,6 +2,7 @@
 # One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
 # usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
 #        "model_time 60" "parts 480" "serve_8b 300" "transfer_8b 80" "baseline 60" (the first of these writes a pack of 16 GB to /dev/shm)
+#        "multi_gpu 550", on two GPUs
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
@@ -25,6 +26,7 @@ for job in "$@"; do
       timeout "$seconds" python3 -m benchmarks.gpu_serve /dev/shm/8b.pack --out "$OUT/serve_8b.json" --vocab 128000 \
         --parts sweep,kill,kill-both --rates 4,16,32 --streams 64 ;;
     transfer_8b) timeout "$seconds" python3 -m benchmarks.gpu_transfer --out "$OUT/transfer_8b.json" ;;
+    multi_gpu) timeout "$seconds" python3 -m benchmarks.multi_gpu --out "$OUT/multi_gpu.json" --limit $((seconds - 10)) ;;
     parts) python3 -m benchmarks.gpu_parts --out "$OUT" --seconds "$seconds" ;;
     baseline) timeout "$seconds" python3 -m benchmarks.gpu_baseline --out "$OUT/baseline.json" ;;
     tests) PYTHONPATH="$PYTHONPATH:." timeout "$seconds" python3 -m pytest -m gpu tests/cuda -q -p no:cacheprovider ;;

@@ -9,6 +9,9 @@ rewritten after each.
 import argparse
 import asyncio
 import json
+import math
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -20,9 +23,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu_pack import write
 from benchmarks.gpu_serve import Server, killed, serving, transfers
-from benchmarks.gpu_shapes import LLAMA_8B
+from benchmarks.gpu_shapes import LLAMA_8B, SMOLLM2
 from benchmarks.multi_gpu_load import Load, drive
 from benchmarks.multi_gpu_transfer import Pair, copy_rate
+from relay.config import TransportName
 from relay.models.checked import remember
 from relay.models.config import ModelConfig, RopeConfig
 from relay.worker.spec import WorkerSpec
@@ -45,6 +49,7 @@ class Setup:
     factors: tuple[float, ...]
     sweep_s: float
     transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
+    transports: tuple[TransportName, ...]  # the first is what the split is served with
     kill_streams: int
     kill_prompt: int
     kill_new: int
@@ -57,7 +62,8 @@ class Setup:
         """Flags of a shape; every one uses both devices."""
         first, second = self.devices
         chosen = {
-            "split": ("--prefill", "1", "--decode", "1"),
+            "split": ("--prefill", "1", "--decode", "1", "--transport", self.transports[0]),
+            "split-other": ("--prefill", "1", "--decode", "1", "--transport", self.transports[1]),
             "colocated": ("--prefill", "0", "--decode", "2"),
             "ranks": ("--prefill", "0", "--decode", "1", "--tensor-parallel-size", "2"),
         }[name]
@@ -65,6 +71,7 @@ class Setup:
             return chosen
         placed = {
             "split": ("--prefill-devices", first, "--decode-devices", second),
+            "split-other": ("--prefill-devices", first, "--decode-devices", second),
             "colocated": ("--decode-devices", f"{first},{second}"),
             "ranks": ("--decode-devices", f"{first},{second}"),
         }[name]
@@ -79,6 +86,7 @@ GPUS = Setup(
     factors=(1.0, 2.0),
     sweep_s=9.0,
     transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
+    transports=("ipc", "shm"),
     kill_streams=64,
     kill_prompt=512,
     kill_new=400,
@@ -95,6 +103,7 @@ CPUS = Setup(
     factors=(1.0,),
     sweep_s=2.0,
     transfers=((512, 3), (2048, 2)),
+    transports=("shm", "tcp"),
     kill_streams=8,
     kill_prompt=64,
     kill_new=600,
@@ -134,14 +143,24 @@ class Run:
         return value
 
     def save(self) -> None:
-        self._out.write_text(json.dumps({**report.provenance(), **self.found}, indent=1) + "\n")
+        document = without_nan({**report.provenance(), **self.found})
+        self._out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """``value`` with None for percentiles of nothing, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Bench:
     """The parts."""
 
-    def __init__(self, setup: Setup, pack: Path, run: Run) -> None:
-        self._setup, self._pack, self._run = setup, pack, run
+    def __init__(self, setup: Setup, pack: Path, cache: Path, run: Run) -> None:
+        self._setup, self._pack, self._cache, self._run = setup, pack, cache, run
 
     def serve(self, shape: str, *more: str) -> Any:
         setup = self._setup
@@ -158,7 +177,7 @@ class Bench:
             for factor in factors:
                 found[f"load x {factor:g}"] = row = asyncio.run(drive(server, setup.load.times(factor, seconds)))
                 _show(f"{shape} {' '.join(more)} x {factor:g}", row)
-            if shape == "split":
+            if shape.startswith("split"):
                 found["transfers"] = transfers(server)
             return found
 
@@ -175,20 +194,23 @@ class Bench:
         whole = self.loads("colocated", *flags, factors=setup.factors)
         return {"sweep": sweep, "best_budget": best, **whole}
 
-    def kv(self) -> dict[str, Any]:
+    def kv(self, transport: TransportName) -> dict[str, Any]:
         """KV from the first device to the second, and the plain copy rate between them at the same sizes."""
         setup = self._setup
-        specs = [self._spec(name, device) for name, device in zip("pd", setup.devices, strict=True)]
+        specs = [self._spec(name, device, transport) for name, device in zip("pd", setup.devices, strict=True)]
         pair = Pair(*specs)
         found: dict[str, Any] = {}
         try:
             for tokens, trials in setup.transfers:
+                if self._run.left_s() < 20:
+                    found[str(tokens)] = "skipped: no time was left"
+                    continue
                 row = pair.measure(tokens, trials)
                 rate = copy_rate(*setup.devices, size=int(row["megabytes"] * 1e6))
                 row["copy"] = rate
                 row["after_share_of_copy_rate"] = round(row["after_gb_per_s"] / rate["gb_per_s"], 4)
                 found[str(tokens)] = row
-                print("kv", row, flush=True)
+                print(f"kv {transport}", {name: value for name, value in row.items() if name != "all_ms"}, flush=True)
         finally:
             pair.close()
         return found
@@ -200,13 +222,31 @@ class Bench:
                 killed(server, victim, setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab)
             )
 
+    def exact_ranks(self) -> dict[str, Any]:
+        """``relay verify`` with two ranks, on a model of SmolLM2's shape (the tiny one on CPUs)."""
+        setup = self._setup
+        pack = self._pack.with_name("verify.pack")
+        write(pack, TINY if setup.backend == "cpu" else SMOLLM2)
+        remember(pack, self._cache)
+        command = [sys.executable, "-m", "relay.cli.main", "verify", str(pack), "--offline", "--json"]
+        command += ["--cache-dir", str(self._cache), "--backend", setup.backend, "--tensor-parallel-size", "2"]
+        command += ["--path", "batched", "--path", "chunks of 50", "--path", "prefix cache"]
+        if setup.backend == "cuda":
+            command += ["--device", ",".join(setup.devices)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self._run.left_s())
+        if not done.stdout.strip():
+            raise RuntimeError(f"relay verify ended with {done.returncode}: {done.stderr[-1500:]}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        print(f"verify with two ranks: {found['identical']} of {found['compared']} identical", flush=True)
+        return found
+
     def external(self, port: int, model: str) -> dict[str, Any]:
         """The same load on another server that listens on ``port`` of this machine."""
         server = _External(f"http://127.0.0.1:{port}", model)
         loads = self._setup.load
         return {f"load x {f:g}": asyncio.run(drive(server, loads.times(f))) for f in self._setup.factors}
 
-    def _spec(self, name: str, device: str) -> WorkerSpec:
+    def _spec(self, name: str, device: str, transport: TransportName) -> WorkerSpec:
         setup = self._setup
         longest = max(tokens for tokens, _ in setup.transfers) + setup.block_size
         config = TINY if setup.backend == "cpu" else LONG_8B
@@ -223,6 +263,7 @@ class Bench:
             kv_cache_memory_bytes=token * (longest + 2 * setup.block_size),
             kv_cache_dtype="float32" if setup.backend == "cpu" else "bfloat16",
             block_size=setup.block_size,
+            transport=transport,
             max_num_seqs=4,
             max_num_batched_tokens=setup.chunk,
             max_model_len=longest,
@@ -286,7 +327,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=550.0, help="seconds for everything")
-    parser.add_argument("--parts", default="kv,split,colocated,kill,ranks,kill-replica")
+    parser.add_argument(
+        "--parts", default="kv,split,colocated,kill,exact-ranks,ranks,kill-replica,kv-other,split-other"
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
@@ -303,7 +346,7 @@ def main() -> None:
         pack = arguments.pack or Path(scratch if arguments.cpu else "/dev/shm") / "bench.pack"
         cache = arguments.cache_dir or Path(scratch) / "cache"
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
-        bench = Bench(setup, pack, run)
+        bench = Bench(setup, pack, cache, run)
         run.part("topology", 0, topology)
 
         def prepare() -> dict[str, float]:
@@ -315,11 +358,14 @@ def main() -> None:
         if run.part("prepare", 0, prepare) is None:
             raise SystemExit("no weights: nothing can be measured")
         measures: dict[str, tuple[float, Callable[[], Any]]] = {
-            "kv": (60, bench.kv),
+            "kv": (60, lambda: bench.kv(setup.transports[0])),
+            "kv-other": (60, lambda: bench.kv(setup.transports[1])),
             "split": (60, lambda: bench.loads("split", factors=setup.factors)),
+            "split-other": (45, lambda: bench.loads("split-other", factors=setup.factors[:1])),
             "colocated": (120, bench.colocated),
             "kill": (45, lambda: bench.kill("split", "decode-0")),
             "kill-replica": (45, lambda: bench.kill("colocated", "worker-0")),
+            "exact-ranks": (60, bench.exact_ranks),
             "ranks": (50, lambda: bench.loads("ranks", factors=setup.factors)),
         }
         for name in arguments.parts.split(","):

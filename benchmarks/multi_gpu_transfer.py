@@ -30,13 +30,14 @@ def open_engine(spec: WorkerSpec) -> tuple[Any, Any, "queue.SimpleQueue[Any]"]:
     from relay.transfer.transport import WiredTransport
     from relay.transfer.wire import open_wires
     from relay.worker.assembly import assemble
-    from relay.worker.device import flow_of
+    from relay.worker.device import device_wires, flow_of
     from relay.worker.host import host_identity
 
     engine = assemble(spec)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     flow = flow_of(spec.backend)
-    wires = open_wires(spec.transport, host_identity(), spec.kv_host, 0, flow.ring_bytes)
+    first = device_wires(spec, host_identity())
+    wires = open_wires(spec.transport, host_identity(), spec.kv_host, 0, flow.ring_bytes, first)
     wired = WiredTransport(
         engine.identity, engine.backend, events.put, wires, flow.limits, checksum=engine.checksum
     )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gpu_serve import Stream
-from benchmarks.multi_gpu import CPUS, GPUS, Run, compared
+from benchmarks.multi_gpu import CPUS, GPUS, Run, compared, without_nan
 from benchmarks.multi_gpu_load import Load, Planned, figures, is_good, plan
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +67,17 @@ def test_a_part_that_fails_or_finds_no_time_is_recorded_and_the_rest_runs(tmp_pa
     assert "not run" in found["vllm"]["note"]
 
 
+def test_the_file_is_json_although_some_percentiles_are_of_nothing(tmp_path: Path) -> None:
+    assert without_nan({"a": [1.0, float("nan")], "b": "nan", "c": (float("inf"), 2)}) == {
+        "a": [1.0, None],
+        "b": "nan",
+        "c": [None, 2],
+    }
+    run = Run(tmp_path / "out.json", limit_s=100)
+    run.part("empty", 0, lambda: {"p50": float("nan")})
+    assert '"p50": null' in (tmp_path / "out.json").read_text()
+
+
 def test_ratios_need_both_sides() -> None:
     row = {"itl_ms": {"p99": 6.0}, "ttft_ms": {"p50": 100.0}, "goodput_per_s": 3.0, "output_tokens_per_s": 90.0}
     split, colocated = {**row, "digest": "a"}, {**row, "itl_ms": {"p99": 30.0}, "goodput_per_s": 2.0, "digest": "a"}
@@ -83,7 +94,7 @@ def test_ratios_need_both_sides() -> None:
 
 
 def test_every_shape_uses_both_devices() -> None:
-    for name in ("split", "colocated", "ranks"):
+    for name in ("split", "split-other", "colocated", "ranks"):
         flags = " ".join(GPUS.shape(name))
         assert "cuda:0" in flags
         assert "cuda:1" in flags
@@ -98,6 +109,10 @@ def test_the_whole_script_on_cpus(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"}, check=True, timeout=280)
     found = json.loads(out.read_text())
     assert found["problems"] == {}
-    assert all(row["kv_bytes_equal"] for row in found["parts"]["kv"].values())
+    for part in ("kv", "kv-other"):
+        assert all(row["kv_bytes_equal"] for row in found["parts"][part].values())
     assert found["compared"]["split over colocated, load x 1"]["same_tokens"]
+    assert found["parts"]["ranks"]["load x 1"]["errors"] == []
+    exact = found["parts"]["exact-ranks"]
+    assert exact["identical"] == exact["compared"] > 0
     assert found["parts"]["kill"]["different_outputs"] == found["parts"]["kill-replica"]["different_outputs"] == 0

@@ -37,6 +37,8 @@ def test_the_gateways_reason_is_told(client: httpx.Client) -> None:
 def test_bad_orders(client: httpx.Client, gateway: FakeGateway, path: str, body: dict[str, object]) -> None:
     assert client.post(f"/admin/{path}", json=body, headers=HEADERS).status_code == 400
     assert client.post(f"/admin/{path}", content=b"{", headers=HEADERS).status_code == 400
+    deep = b'{"z":' + b"[" * 50_000
+    assert client.post(f"/admin/{path}", content=deep, headers=HEADERS).status_code == 400
     assert not gateway.leaving
 
 

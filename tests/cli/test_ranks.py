@@ -65,6 +65,7 @@ def test_a_dead_rank_is_a_dead_worker_and_loses_nothing(server, number) -> None:
     after = server.worker("decode-0")
     assert after["incarnation"] == before["incarnation"] + 1
     assert len(ranks_of(after["pid"])) == 1
+    assert f"signal {int(number)}" in after["last_loss"]
 
 
 def test_a_dead_engine_takes_its_ranks_along(server) -> None:

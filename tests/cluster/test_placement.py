@@ -58,6 +58,11 @@ def test_device_lists_need_a_backend_with_devices() -> None:
         WorkerConfig.of("cpu", by_role=RoleDevices(("cuda:0",)))
 
 
+def test_ranks_and_int8_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="--quantization int8 and --tensor-parallel-size 2 do not go together"):
+        WorkerConfig.of("cuda", quantization="int8", by_role=RoleDevices(ranks=2))
+
+
 def test_each_worker_is_told_its_own_device() -> None:
     config = WorkerConfig.of("cuda", by_role=RoleDevices(("cuda:0",), ("cuda:1", "cuda:1")))
     workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT)  # type: ignore[arg-type]
@@ -162,6 +167,11 @@ def test_the_banner_says_devices_and_placement(monkeypatch: pytest.MonkeyPatch) 
     lines = devices_command.device_lines(config, model, detect({}, h200s(2)))
     assert lines[-1] == "prefill-0 on cuda:0, decode-0 on cuda:1"
     assert 14.9 < devices_command.need_of(config, model).weight_bytes / GIB < 15.0  # 8.03 billion weights of 2 bytes
+    halved = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role, quantization="int8"))
+    assert 7.9 < devices_command.need_of(halved, model).weight_bytes / GIB < 8.0  # the embedding stays as it is
+    two = RoleDevices(("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"), ranks=2)
+    ranks = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=two))
+    assert 7.9 < devices_command.need_of(ranks, model).weight_bytes / GIB < 8.0
     small = detect({}, FakeNvml([16 * GIB] * 2, [16 * GIB] * 2))
     with pytest.raises(DoesNotFitError, match=r"prefill-0 does not fit on cuda:0 .* 15\.0 GiB of weights"):
         devices_command.device_lines(config, model, small)

@@ -2,6 +2,7 @@
 something else."""
 
 import struct
+import zlib
 
 import pytest
 
@@ -46,3 +47,10 @@ def test_a_stranger_is_refused_by_its_first_bytes():
         FrameDecoder(EngineToGateway).feed(b"GET ")
     with pytest.raises(FramingError, match="over the limit of 50"):
         FrameDecoder(EngineToGateway, limit=50).feed(encode(Tokens([TokenEntry(1, 0, 0, 0, list(range(60)))]))[:4])
+
+
+def test_a_message_nested_too_deeply_is_a_bad_frame():
+    payload = b"\x82\xa4type\xa6tokens\xa1z" + b"\x91" * 60_000
+    header = struct.pack("<III", len(payload), len(payload) ^ 0xFFFFFFFF, zlib.crc32(payload))
+    with pytest.raises(FramingError, match="recursion"):
+        FrameDecoder(EngineToGateway).feed(header + payload)

@@ -1,6 +1,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,3 +166,26 @@ def test_seal_refuses_what_parse_would():
 def test_bad_control_payload(kind, raw):
     with pytest.raises(FrameError, match=kind.__name__):
         decode_payload(raw, kind)
+
+
+@pytest.mark.parametrize("kind", [Hello, Handoff, Abort, Credit, Probe])
+def test_a_payload_nested_too_deeply_is_a_bad_payload(kind):
+    """Any stranger may send one, as the first frame; the interpreter's own limit must not end the engine."""
+    raw = b"\x81\xa1z" + b"\x91" * (MAX_CONTROL_BYTES - 4) + b"\x01"
+    assert len(raw) == MAX_CONTROL_BYTES
+    with pytest.raises(FrameError, match=kind.__name__):
+        decode_payload(raw, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (Handoff, "token_id", -1),
+        (Handoff, "token_id", 1 << 31),
+        (Credit, "bytes_copied", -1),
+        (Probe, "bytes_sent", -1),
+    ],
+)
+def test_numbers_no_engine_could_have_meant(kind, field, value):
+    with pytest.raises(FrameError, match=field):
+        decode_payload(msgspec.msgpack.encode({field: value}), kind)

@@ -332,7 +332,9 @@ def test_without_the_extra_the_flag_is_refused_in_one_line(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", encode(Joined()), encode(Lane(1))])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xc1", b"\x80", encode(Joined()), encode(Lane(1)), b"\x82\xa4type\xa5Offer\xa1z" + b"\x91" * 60000]
+)
 def test_anything_but_the_expected_message_is_refused(raw):
     with pytest.raises(FrameError):
         decode(raw, Offer)

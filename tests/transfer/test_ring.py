@@ -271,3 +271,19 @@ def test_mapped_memory_cannot_be_taken_away(ends):
     with pytest.raises(PermissionError):
         fcntl.fcntl(ends.receiver._ring.memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     assert mmap.PAGESIZE == 4096
+
+
+def test_an_engine_that_closes_while_it_passes_a_ring(monkeypatch):
+    """``close`` is another thread's: what it interrupts ends like any lost connection, also between two calls."""
+    ours, theirs = socket.socketpair()
+    stream = StreamChannel(ours, "p", "shm")
+    send = socket.send_fds
+
+    def send_and_close(*args):
+        send(*args)
+        stream.close()
+
+    monkeypatch.setattr(socket, "send_fds", send_and_close)
+    with pytest.raises(ChannelClosed):
+        offer_ring(stream)
+    theirs.close()

@@ -327,6 +327,9 @@ def test_frames_that_do_not_belong(over):
     assert machine.admit(good, 0) is not over
     for wrong in (
         {"layer": LAYOUT.num_layers},
+        {"layer": LAYOUT.num_layers - 1, "layers": 2, "payload_bytes": 2 * size},
+        {"layers": 1 << 16, "payload_bytes": size << 16},
+        {"layers": 2},
         {"first_head": 1},
         {"head_count": 1},
         {"first_token": TOKENS},

@@ -24,6 +24,7 @@ from relay.transfer.contract import (
 from relay.transfer.frame import (
     HEADER_BYTES,
     MAX_KV_BYTES,
+    VERSION,
     Abort,
     Handoff,
     Header,
@@ -249,6 +250,36 @@ def test_a_stranger_is_dropped_and_costs_nobody_else(pair):
     announce(pair.source)
     pair.source.transport.send_handoff(7, Handoff(token_id=1))
     assert isinstance(pair.target.event(), ReceiveCompleted)
+
+
+def test_a_hello_of_another_version_is_answered_with_both(pair):
+    """Whatever that version's hello looks like: the version is where it ever was, and our answer begins with ours."""
+    stream = pair.target.wire.dial(pair.target.wire.address)
+    stream.set_timeout(WAIT_S)
+    head = bytearray(seal(Header(Kind.HELLO, payload_bytes=1), b"x", crc32c))
+    head[4] = VERSION - 1
+    stream.socket.sendall(head + b"x")
+    header, payload = answer(stream)
+    assert header.kind is Kind.ABORT
+    reason = decode_payload(payload, Abort).reason
+    assert f"version {VERSION - 1}" in reason
+    assert f"speaks {VERSION}" in reason
+    stream.close()
+
+
+def test_a_hello_byte_by_byte_is_given_up_as_a_whole(pair, monkeypatch):
+    monkeypatch.setattr("relay.transfer.transport.HANDSHAKE_TIMEOUT_S", 0.3)
+    stream = pair.target.wire.dial(pair.target.wire.address)
+    eventually(lambda: pair.target.transport._accepted)
+    sent = 0
+    with contextlib.suppress(OSError):
+        for byte in seal(Header(Kind.HELLO), b"", crc32c)[:HEADER_BYTES]:
+            stream.socket.sendall(bytes([byte]))
+            sent += 1
+            time.sleep(0.05)
+    assert sent < HEADER_BYTES
+    eventually(lambda: not pair.target.transport._accepted)
+    stream.close()
 
 
 def hang(wire, until):

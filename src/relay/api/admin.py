@@ -57,7 +57,7 @@ class AdminEndpoint:
                 raise ApiError("The body is too large.", status=413)
         try:
             return msgspec.json.decode(raw or b"{}", type=LeaveBody)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested too deeply
             raise ApiError(f"Bad body: {error}", status=400) from error
 
     @staticmethod

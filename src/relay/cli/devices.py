@@ -38,11 +38,13 @@ def device_lines(config: ServeConfig, model: ModelConfig, topology: Topology) ->
 
 
 def need_of(config: ServeConfig, model: ModelConfig) -> Need:
-    """Memory of one rank of one worker, the parts that every rank repeats counted whole; bf16 weights and KV."""
+    """Memory of one rank of one worker, the parts that every rank repeats counted whole. What int8 leaves in 16 bits is the
+    embedding; scales are too small to count."""
     worker, ranks = config.worker, config.worker.by_role.ranks
     sizes = {item.name: 2 * item.n * item.k for item in weight_items(model) if isinstance(item, MatrixItem)}
     repeated = sizes["embed"]
-    weights = repeated + (sum(sizes.values()) - repeated) // ranks
+    linears = (sum(sizes.values()) - repeated) // (2 if worker.quantization else 1)
+    weights = repeated + linears // ranks
     context = worker.max_model_len or worker.block_size
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * worker.kv_bytes_per_value
     return Need(

@@ -22,7 +22,7 @@ def status(url: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer))
         return
-    columns = ("id", "role", "state", "incarnation", "pid", "agent_pid", "kv_used", "kv_total", "transports")
+    columns = ("id", "role", "state", "incarnation", "pid", "agent_pid", "kv_used", "kv_total", "transports", "devices")
     rows = [columns, *([_cell(worker[column]) for column in columns] for worker in answer["workers"])]
     widths = [max(len(str(row[index])) for row in rows) for index in range(len(columns))]
     for row in rows:
@@ -30,7 +30,9 @@ def status(url: str, as_json: bool) -> None:
 
 
 def _cell(value: Any) -> str:
-    """Transports with the number of transfers each has carried, as "shm 12 tcp 0"; anything else as it is."""
+    """Transports with the number of transfers each has carried, as "shm 12 tcp 0"; devices with plus signs; others as they are."""
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "cpu"
     return " ".join(f"{name} {count}" for name, count in value.items()) if isinstance(value, dict) else str(value)
 
 

@@ -59,6 +59,7 @@ def _worker(state: ClusterState, worker: Worker, now_ns: int) -> dict[str, objec
         "slow": worker.slow,
         "breaker": state.breakers.workers[worker.id].at(now_ns).value,
         "transports": _transports(worker),
+        "devices": list(worker.engine.devices) if worker.engine else [],
         "numerics_id": worker.numerics_id,
         "state_age_s": round((now_ns - worker.changed_ns) / SECOND, 3),
         "last_loss": worker.last_cause,

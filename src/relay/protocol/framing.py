@@ -83,5 +83,5 @@ class FrameDecoder:
                 raise FramingError("a frame's checksum is wrong")
             try:
                 return self._decoder.decode(payload)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested too deeply
                 raise FramingError(f"bad frame: {error}") from error

@@ -41,6 +41,7 @@ class Hello(Message, tag="hello"):
     transports: tuple[str, ...] = ("tcp",)  # how KV can reach this engine, best first; as in ``kv_addresses``
     tensor_parallel: int = 1
     rank: int = 0
+    devices: list[str] = []  # what the engine computes on, by rank; empty: processors
     model_digest: str = ""
     numerics_id: str = ""
     kv_blocks: int = 0

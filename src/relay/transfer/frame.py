@@ -10,7 +10,7 @@ K then V of the tokens, each canonical [token][kv_head][dim]; every other payloa
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -29,12 +29,19 @@ KNOWN_FLAGS = FLAG_EMPTY | FLAG_DIGEST
 _LAYOUT = struct.Struct("<4sBBHQQIHHHHIIII")  # all but the header's checksum
 _CHECKSUM = struct.Struct("<I")
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # as engines keep it
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 Checksum = Callable[[bytes | bytearray | memoryview, int], int]
 """(data, value of what came before, 0 at the start) → CRC32C."""
 
 
 class FrameError(ValueError):
     """The peer sent something that is no frame of this protocol, or a damaged one; close the connection."""
+
+
+class VersionMismatch(FrameError):
+    """The peer speaks another version of this protocol; the text names both."""
 
 
 class Kind(IntEnum):
@@ -88,10 +95,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     """Payload of HANDOFF: the token P drew, with everything D needs to report it as P did."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float | None = None
     top: list[tuple[int, float]] = []
-    cached_tokens: int = 0  # prompt tokens P did not compute
+    cached_tokens: Count = 0  # prompt tokens P did not compute
     logit_digest: bytes | None = None
 
 
@@ -104,13 +111,13 @@ class Abort(msgspec.Struct, frozen=True):
 class Credit(msgspec.Struct, frozen=True):
     """Payload of CREDIT."""
 
-    bytes_copied: int
+    bytes_copied: Count
 
 
 class Probe(msgspec.Struct, frozen=True):
     """Payload of PROBE: KV payload bytes sent so far, so that D knows what should have come."""
 
-    bytes_sent: int
+    bytes_sent: Count
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -133,7 +140,7 @@ def decode_payload(raw: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """The inverse of ``encode_payload``. Raises FrameError."""
     try:
         decoded: T = _decoders[kind].decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested too deeply
         raise FrameError(f"bad {kind.__name__} payload: {error}") from error
     return decoded
 
@@ -194,7 +201,7 @@ def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Head
     if magic != MAGIC:
         raise FrameError(f"bad magic {bytes(magic)!r}")
     if version != VERSION:
-        raise FrameError(f"frame version {version}, this side speaks {VERSION}")
+        raise VersionMismatch(f"frame version {version}, this side speaks {VERSION}")
     _compare("header", checksum(bytes(raw[: _LAYOUT.size]), 0), _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0])
     known = _KINDS.get(kind)
     if known is None:

@@ -1,5 +1,7 @@
 """The hello check of a KV connection: both ends refuse a peer whose KV would not mean the same bits."""
 
+from typing import NoReturn
+
 from relay.transfer.channel import Channel, read_frame, send_frame
 from relay.transfer.contract import Identity
 from relay.transfer.frame import (
@@ -9,6 +11,7 @@ from relay.transfer.frame import (
     Header,
     Hello,
     Kind,
+    VersionMismatch,
     decode_payload,
     encode_payload,
 )
@@ -53,15 +56,22 @@ def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str,
 
 def welcome(channel: Channel, identity: Identity, checksum: Checksum) -> Hello:
     """D's side: check the hello and answer it. Raises HelloRefused (the peer was told), ChannelClosed, FrameError."""
-    header, payload, _ = read_frame(channel, checksum)
+    try:
+        header, payload, _ = read_frame(channel, checksum)
+    except VersionMismatch as error:  # the version is where it ever was: the peer reads ours in this answer
+        _refuse(channel, str(error), checksum)
     theirs = _hello(header, payload)
     problem = mismatch(identity.hello(), theirs)
     if problem:
-        reason = encode_payload(Abort(problem))
-        send_frame(channel, Header(Kind.ABORT, payload_bytes=len(reason)), reason, checksum)
-        raise HelloRefused(problem)
+        _refuse(channel, problem, checksum)
     _send_hello(channel, identity, checksum)
     return theirs
+
+
+def _refuse(channel: Channel, reason: str, checksum: Checksum) -> NoReturn:
+    payload = encode_payload(Abort(reason))
+    send_frame(channel, Header(Kind.ABORT, payload_bytes=len(payload)), payload, checksum)
+    raise HelloRefused(reason)
 
 
 def _send_hello(channel: Channel, identity: Identity, checksum: Checksum) -> None:

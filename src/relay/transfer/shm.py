@@ -84,10 +84,13 @@ class Counted:
     """A socket beside memory whose use eventfds count: waiting for a counter or the peer's end, closing."""
 
     def __init__(self, stream: StreamChannel, counter: Descriptor) -> None:
-        """``counter`` is what this end waits for."""
+        """``counter`` is what this end waits for. Raises ChannelClosed where another thread has closed the stream."""
         self.peer = stream.peer
         self._stream = stream
-        self._socket = Descriptor(os.dup(stream.socket.fileno()))
+        try:
+            self._socket = Descriptor(os.dup(stream.socket.fileno()))
+        except OSError as error:
+            raise ChannelClosed(f"{stream.peer}: {error}") from error
         self._timeout_s: float | None = None
         self._counter = counter
         self._poll = select.poll()

@@ -3,6 +3,7 @@
 import errno
 import select
 import socket
+import time
 from collections import deque
 
 from relay.transfer.channel import ChannelClosed
@@ -20,6 +21,7 @@ class StreamChannel:
         self.socket = sock
         self.address = ""  # that was dialled, where it matters
         self._head = memoryview(bytearray(HEADER_BYTES))
+        self._timeout_s: float | None = None
         self._received = memoryview(bytearray(1 << 12))
         self._free: list[memoryview] = []
         self._reserved: deque[tuple[memoryview, int]] = deque()
@@ -92,6 +94,7 @@ class StreamChannel:
             return True  # closed by another thread: ``receive_header`` says so
 
     def set_timeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
         try:
             self.socket.settimeout(seconds)
         except OSError as error:  # closed by another thread, as when the engine ends in the middle of a handshake
@@ -110,8 +113,15 @@ class StreamChannel:
 
     def _receive_into(self, view: memoryview, where: str) -> None:
         received = 0
+        seconds = self._timeout_s
+        deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while received < len(view):
+                if deadline is not None:  # of the whole: a byte now and then buys no time
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError(f"not whole after {seconds:g} s")
+                    self.socket.settimeout(left)
                 count = self.socket.recv_into(view[received:], 0, socket.MSG_WAITALL)
                 if count == 0:
                     where = where or (" in the middle of a frame" if received else "")

@@ -152,6 +152,7 @@ def serve(spec: WorkerSpec, page: StatusPage) -> tuple[int, str]:
         kv_addresses=transport.addresses,
         transports=tuple(wire.scheme for wire in wires),
         tensor_parallel=spec.ranks,
+        devices=(spec.rank_devices or [spec.device]) if spec.backend == "cuda" else [],
         model_digest=engine.identity.model_digest,
         numerics_id=engine.identity.numerics_id,
         kv_blocks=engine.limits.num_blocks,

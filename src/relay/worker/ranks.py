@@ -82,7 +82,12 @@ class RankProcesses:
         rank = self._pidfds.index(ready[0])
         code = self._processes[rank].wait()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-        raise DeviceLostError(f"rank {rank + 1} of this worker ended {how}; the worker ends")
+        text = f"rank {rank + 1} of this worker ended {how}; the worker ends"
+        if code < 0:
+            # The same way, so that what is said of it is true: a killed rank is nobody's fault, a crashed one may be a request's.
+            print(text, file=sys.stderr, flush=True)
+            signal.raise_signal(-code)  # in this thread: one to the process may come later
+        raise DeviceLostError(text)
 
     def stop(self) -> None:
         """Their links are closed, which ends them; what does not end is killed."""

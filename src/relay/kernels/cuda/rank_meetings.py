@@ -4,7 +4,7 @@ A rank's linear writes its partial (or its part of the logits) into an *area* of
 meeting's kernel says so to every peer by a flag in the peer's memory (release, system scope), waits for theirs in its own
 (acquire), and reads all areas in rank order. Sums: fp32 over the tree of neighbours, rounded to bf16 once, then bias, then
 residual, as one linear that accumulates would (docs/decisions/0014-several-gpus.md). Only elementwise additions: no tile, grid or
-number of rows changes a bit.
+number of rows changes a bit. With float16 every bf16 here is that.
 
 Epochs count meetings; they lie in device memory and advance in the kernel, so a captured graph may be replayed. Areas alternate
 by meeting: whoever writes an area again has been told that every peer came to the meeting in between, and so left the one that
@@ -27,7 +27,7 @@ STATE_WORDS = 16  # int32: epoch, programs that are through; padded
 
 @dataclass(slots=True)
 class Links:
-    """``areas[rank]`` bf16 and ``flags[rank]`` int32 [MAX_RANKS] lie on the devices of their ranks; ``state`` on our own.
+    """``areas[rank]`` (16-bit numbers) and ``flags[rank]`` (int32 [MAX_RANKS]) are on their ranks' devices, ``state`` on ours.
 
     Flags and state are zero at first.
     """

@@ -88,7 +88,7 @@ class CudaRankShare:
             Links(
                 self._rank,
                 self._ranks,
-                [area.tensor[FLAG_BYTES:].view(torch.bfloat16) for area in areas],
+                [area.tensor[FLAG_BYTES:].view(getattr(torch, self.backend.dtype)) for area in areas],
                 [area.tensor[: 4 * MAX_RANKS].view(torch.int32) for area in areas],
                 torch.zeros(STATE_WORDS, dtype=torch.int32, device=self._device),
             )

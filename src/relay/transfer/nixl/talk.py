@@ -54,7 +54,7 @@ def decode(raw: bytes | memoryview, kind: type[M]) -> M:
     """Raises FrameError for anything but a message of that kind, ChannelClosed for Failed."""
     try:
         message = _decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested too deeply
         raise FrameError(f"bad message while joining NIXL agents: {error}") from error
     if isinstance(message, Failed):
         raise ChannelClosed(f"NIXL at the other end: {message.reason}")
