@@ -73,6 +73,9 @@ def test_the_pictures_are_svg_and_show_every_stage(result):
         (("--tokens", "100000"), "more than the"),
         (("--transport", "pigeon"), "--transport: 'pigeon'"),
         (("--kv-cache-dtype", "int8"), "--kv-cache-dtype: 'int8'"),
+        (("--threads", "-5"), "--threads"),
+        (("--seconds", "nan"), "--seconds"),
+        (("--chart", "/dev/null/x"), "--chart"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, arguments, text):

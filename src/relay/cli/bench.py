@@ -29,9 +29,19 @@ def bench() -> None:
 )
 @click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Runs a median is taken of.")
 @click.option(
-    "--seconds", type=float, default=200.0, show_default=True, help="No run of a length begins later, but 3 always do."
+    "--seconds",
+    type=click.FloatRange(0, 1e6),
+    default=200.0,
+    show_default=True,
+    help="No run of a length begins later, but 3 always do.",
 )
-@click.option("--threads", type=int, default=0, show_default=True, help="Threads of the prefill engine; 0: all cores.")
+@click.option(
+    "--threads",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Threads of the prefill engine; 0: all cores.",
+)
 @click.option(
     "--chart", type=click.Path(path_type=Path, file_okay=False), help="Write the charts as SVG to this folder."
 )
@@ -67,15 +77,19 @@ def kv(
     from relay.transfer.nixl.wire import require_installed
 
     settings = KvSettings(
-        tokens=[_length(text) for text in tokens.split(",")],
+        tokens=list(dict.fromkeys(_length(text) for text in tokens.split(","))),
         transports=_names("--transport", transports, ("shm", "tcp", "nixl")),
         dtypes=_names("--kv-cache-dtype", dtypes, ("float32", "bfloat16")),
         runs=runs,
         seconds=seconds,
         threads=threads,
     )
+    if not seconds >= 0:
+        raise UsageError("--seconds: that is no number of seconds")
     if "nixl" in settings.transports:
         require_installed()
+    if chart is not None:
+        _writable(chart)  # now, not after half an hour of measuring
     loaded = open_model(
         model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
     )
@@ -98,6 +112,15 @@ def kv(
         _print(document)
 
 
+def _writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--chart: {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--chart: {folder} is not writable")
+
+
 def _length(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise UsageError(f"--tokens: {text!r} is no number of tokens")
@@ -105,7 +128,7 @@ def _length(text: str) -> int:
 
 
 def _names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
