@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 
 import pytest
@@ -158,6 +159,23 @@ def test_armed_injuries_wait_for_bytes():
         writer.write(b"Aa")
         assert await far_reader.readexactly(2) == b"@a"
         assert done == [1]
+        writer.close()
+        far_writer.close()
+
+    run(story)
+
+
+def test_an_end_that_meets_a_reset_peer_is_no_failure():
+    async def story():
+        _, writer, far_reader, far_writer, connection = await connected()
+        writer.write(b"whole")
+        assert await far_reader.readexactly(5) == b"whole"
+        target = connection.up.target
+        assert target is not None
+        target.get_extra_info("socket").shutdown(
+            socket.SHUT_RDWR
+        )  # what a reset leaves: the loop has not heard of it yet
+        connection.up.hurt(Injury("half_close", offset=0), b"")
         writer.close()
         far_writer.close()
 

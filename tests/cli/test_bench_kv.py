@@ -70,7 +70,8 @@ def test_the_pictures_are_svg_and_show_every_stage(result):
     ("arguments", "text"),
     [
         (("--tokens", "many"), "--tokens: 'many'"),
-        (("--tokens", "100000"), "more than the"),
+        (("--tokens", "100000"), "too many for tiny"),
+        (("--tokens", "1024"), "too many for tiny"),
         (("--transport", "pigeon"), "--transport: 'pigeon'"),
         (("--kv-cache-dtype", "int8"), "--kv-cache-dtype: 'int8'"),
         (("--threads", "-5"), "--threads"),

@@ -178,6 +178,11 @@ def test_files_that_are_something_else(tmp_path: Path, recorded: Path, capsys: p
     assert "do not fit this version" in _refused([str(file)], capsys)
     file.write_bytes(frames.whole(head, [Happened(1, "Earthquake", msgspec.Raw(b"\x80"))]))
     assert "'Earthquake'" in _refused([str(file)], capsys)
+    nested = b"\x91" * 100_000
+    file.write_bytes(frames.MAGIC + len(nested).to_bytes(frames.LENGTH_BYTES, "little") + nested)
+    assert "no readable head" in _refused([str(file)], capsys)
+    file.write_bytes(frames.whole(head, [Happened(1, "Beat", msgspec.Raw(nested + b"\x90"))]))
+    assert "damaged at frame 0" in _refused([str(file)], capsys)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert "no regular file" in _refused([str(pipe)], capsys)

@@ -97,6 +97,21 @@ def test_unequal_peer_is_refused_with_both_fingerprints(scheme, field, value):
         pair.close()
 
 
+def test_a_refusal_is_one_short_line_whatever_the_peer_said(scheme, capfd):
+    pair = Pair(scheme, source={"numerics_id": "x\n\x1b[31m" * 5000})
+    try:
+        pair.start()
+        event = pair.source.event()
+        assert isinstance(event, SendFailed)
+        assert "numerics_id" in event.reason
+        assert len(event.reason) < 500
+        assert event.reason.isprintable()
+        told = [line for line in capfd.readouterr().err.splitlines() if "KV connection refused" in line]
+        assert scheme == "inproc" or told, "D says nothing about it"
+    finally:
+        pair.close()
+
+
 def test_another_incarnation_of_the_target_is_refused(pair):
     pair.source.transport.open_send(send_order(pair.target, incarnation=2))
     event = pair.source.event()

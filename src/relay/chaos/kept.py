@@ -37,7 +37,7 @@ class Kept:
             return None
         try:
             cell = msgspec.json.decode(self._path(shape, seed).read_bytes(), type=Cell)
-        except (FileNotFoundError, msgspec.MsgspecError):
+        except (FileNotFoundError, msgspec.MsgspecError, RecursionError):
             return None
         return cell if cell.fingerprint == self._fingerprint and cell.result.passed else None
 

@@ -2,6 +2,7 @@
 otherwise."""
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -89,8 +90,7 @@ class Pipe:
             case "half_close":
                 self._write(data[:offset])
                 self._silenced = True
-                if self.target is not None and self.target.can_write_eof():
-                    self.target.write_eof()
+                self._write_eof()
             case "delay":
                 self._hold(injury.seconds)
                 self._write(data)
@@ -139,9 +139,14 @@ class Pipe:
             self.source.resume_reading()
 
     def _pass_eof(self) -> None:
-        if self.target is not None and not self._silenced and self.target.can_write_eof():
-            self.target.write_eof()
+        if not self._silenced:
+            self._write_eof()
         self._connection.settle()
+
+    def _write_eof(self) -> None:
+        if self.target is not None and self.target.can_write_eof():
+            with contextlib.suppress(OSError):  # reset by its peer, of which the loop has yet to hear
+                self.target.write_eof()
 
 
 class End(asyncio.Protocol):

@@ -9,7 +9,7 @@ import click
 
 from relay.errors import UsageError
 
-DEFAULT_TOKENS = "128,512,2048,8192"
+DEFAULT_TOKENS = "128,512,2048,8191"
 
 
 @click.group()
@@ -93,9 +93,11 @@ def kv(
     loaded = open_model(
         model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
     )
-    too_long = [length for length in settings.tokens if length > loaded.max_model_len]
+    too_long = [length for length in settings.tokens if length >= loaded.max_model_len]
     if too_long:
-        raise UsageError(f"--tokens: {too_long[0]} is more than the {loaded.max_model_len} positions of {loaded.name}")
+        raise UsageError(
+            f"--tokens: {too_long[0]} and one more are too many for {loaded.name}: {loaded.max_model_len} fit"
+        )
     document, timelines = run_kv(loaded, settings, lambda text: click.echo(f"\r\x1b[K{text}", err=True, nl=False))
     click.echo(err=True)
     if probes:

@@ -36,7 +36,7 @@ def replay(file: Path, cut: bool, as_json: bool) -> int:
         )
     try:
         player = PLAYERS[recording.head.kind](recording.head)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRecording(f"the settings in {file} do not fit this version: {error}") from error
     result = run_again(recording, player)
     if as_json:

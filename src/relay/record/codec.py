@@ -59,7 +59,7 @@ class EventCodec:
             raise BadRecording(f"the recording has an event {frame.name!r}, which this version does not know")
         try:
             event = decoder.decode(frame.event)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise BadRecording(
                 f"an event {frame.name!r} of the recording does not fit this version: {error}"
             ) from error

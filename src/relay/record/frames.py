@@ -161,7 +161,7 @@ def read(path: Path, *, cut: bool = False) -> Recording:
     for number, (at, raw) in enumerate(raws):
         try:
             frame = _frames.decode(raw)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise BadRecording(f"{path} is damaged at frame {number}: {error}") from error
         if isinstance(frame, End):
             if frame != Content(memoryview(data)[:at]).end(frame.reason):
@@ -200,5 +200,5 @@ def _head(path: Path, raw: memoryview) -> Head:
         if version != FORMAT_VERSION:
             raise BadRecording(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
         return msgspec.msgpack.decode(raw, type=Head)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRecording(f"{path} has no readable head: {error}") from error

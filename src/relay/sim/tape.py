@@ -181,6 +181,6 @@ def tape_of(recording: Recording) -> Tape:
             if not isinstance(frame, frames.Choices):
                 raise BadRecording(f"{path} is damaged: a tape holds no {type(frame).__name__}")
             replay[frame.stream] = [(frame.labels[label], value) for label, value in frame.drawn]
-    except (msgspec.MsgspecError, IndexError) as error:
+    except (msgspec.MsgspecError, RecursionError, IndexError) as error:
         raise BadRecording(f"{path} is damaged: {error}") from error
     return Tape(settings.seed, settings.edits, replay, keep=True, mutant=settings.mutant)

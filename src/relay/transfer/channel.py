@@ -87,9 +87,7 @@ def read_frame(channel: Channel, checksum: Checksum) -> tuple[Header, memoryview
     header, expected = parse(channel.receive_header(), checksum)
     if header.kind is Kind.KV or header.payload_bytes > MAX_CONTROL_BYTES:
         raise ChannelClosed(f"unexpected {header.kind.name} frame of {header.payload_bytes} bytes")
-    payload = channel.receive_payload(header.payload_bytes)
-    verify(payload, expected, checksum)
-    return header, payload, expected
+    return header, _control_payload(channel, header, expected, checksum), expected
 
 
 def read_any_frame(
@@ -105,9 +103,14 @@ def read_any_frame(
     if header.kind is Kind.KV:
         return header, channel.receive_kv(header.payload_bytes), expected
     before_waiting()
-    payload = channel.receive_payload(header.payload_bytes)
+    return header, _control_payload(channel, header, expected, checksum), expected
+
+
+def _control_payload(channel: Channel, header: Header, expected: int, checksum: Checksum) -> memoryview:
+    """Copied before it is checked: on a ring the peer could change it in between."""
+    payload = memoryview(bytes(channel.receive_payload(header.payload_bytes)))
     verify(payload, expected, checksum)
-    return header, payload, expected
+    return payload
 
 
 def send_frame(channel: Channel, header: Header, payload: bytes | memoryview, checksum: Checksum) -> None:

@@ -17,6 +17,7 @@ from relay.transfer.frame import (
 )
 
 HANDSHAKE_TIMEOUT_S = 3.0
+MAX_SHOWN = 100
 
 
 class HelloRefused(Exception):
@@ -28,13 +29,19 @@ def mismatch(ours: Hello, theirs: Hello) -> str:
     if theirs.protocol_min > ours.protocol_max or theirs.protocol_max < ours.protocol_min:
         return (
             f"protocol {ours.protocol_min}..{ours.protocol_max} here, "
-            f"{theirs.protocol_min}..{theirs.protocol_max} at {theirs.worker}"
+            f"{theirs.protocol_min}..{theirs.protocol_max} at {_shown(theirs.worker)}"
         )
     for name in ("model_digest", "numerics_id", "num_layers", "num_kv_heads", "head_dim", "dtype"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            return f"{name} {mine} here, {other} at {theirs.worker}"
+            return f"{name} {mine} here, {_shown(other)} at {_shown(theirs.worker)}"
     return ""
+
+
+def _shown(theirs: object) -> str:
+    """What a peer said, fit for a line of a log whatever it said."""
+    text = ascii(str(theirs))[1:-1]
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def greet(channel: Channel, identity: Identity, checksum: Checksum, target: str, incarnation: int) -> None:

@@ -3,6 +3,7 @@
 Leases (sender and receiver) end a transfer whose peer is connected and silent; how a dead peer shows is the wire's business.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -195,8 +196,10 @@ class WiredTransport:
             channel = wire.upgrade(stream, dialled=False)
             channel.set_timeout(None)
             InboundLink(channel, peer, self._table, self._store, self._checksum, self._clock).run()
-        except (ChannelClosed, FrameError, HelloRefused):
-            stream.close()  # the dialling side has the reason and reports it; nothing was received here
+        except (ChannelClosed, FrameError, HelloRefused) as error:
+            stream.close()  # nothing was received here
+            if isinstance(error, HelloRefused):
+                print(f"KV connection refused: {error}", file=sys.stderr, flush=True)
         finally:
             with self._lock:
                 self._accepted.discard(stream)

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from relay.transfer.stream import StreamChannel
 CONNECT_TIMEOUT_S = 3.0
 USER_TIMEOUT_MS = 3000
 BACKLOG = 64
+SHORTAGE_S = 0.05  # between two tries to accept while descriptors or memory run out
 TCP_CONNECTIONS = 3  # one for control frames, two for KV: one stream uses one core at each end
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
@@ -69,7 +71,7 @@ class _Listener:
                     return None
                 if error.errno not in _TRANSIENT:
                     raise
-                os.sched_yield()
+                time.sleep(SHORTAGE_S)
 
     def close(self) -> None:
         self._closed = True

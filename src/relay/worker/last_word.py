@@ -34,6 +34,6 @@ def find_last_word(lines: Iterable[str]) -> EngineExited | None:
         if line.startswith(_START):
             try:
                 return msgspec.json.decode(line[len(_START) :], type=EngineExited)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 return None
     return None

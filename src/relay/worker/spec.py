@@ -62,7 +62,7 @@ def decode_spec(text: str) -> WorkerSpec:
     try:
         raw = text if text.lstrip().startswith("{") else Path(text).read_text()
         return msgspec.json.decode(raw, type=WorkerSpec)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"bad worker spec: {error}") from error
 
 
