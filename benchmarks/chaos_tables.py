@@ -62,6 +62,16 @@ def summary(chaos: dict[str, Any], number: Callable[..., str]) -> str:
     )
 
 
+def headline(chaos: dict[str, Any]) -> str:
+    """The whole run in one sentence."""
+    kills, stops = chaos["signals"].get("SIGKILL", 0), chaos["signals"].get("SIGSTOP", 0)
+    return (
+        f"**Recovery**: {chaos['requests']:,} requests to real processes through {sum(chaos['faults'].values()):,} faults of "
+        f"{len(chaos['faults'])} kinds ({kills:,} SIGKILLs, {stops:,} SIGSTOPs): {chaos['identical']:,} answers identical to the "
+        f"undisturbed ones byte by byte, {chaos['failed']} failed, {chaos['leaked']} leaks."
+    )
+
+
 def measured_table(resume: dict[str, Any], table: Callable[..., str], number: Callable[..., str]) -> str:
     """What one client waits, beside what the wait is made of."""
     rows = []

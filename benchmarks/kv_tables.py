@@ -13,6 +13,16 @@ def hidden(row: dict[str, Any]) -> str:
     return f"{100 * row['hidden_share']:.1f} %"
 
 
+def headline(documents: Iterable[dict[str, Any]]) -> str:
+    """What is left of the transfer of a long prompt, in one sentence; empty without such a row."""
+    rows = [row for document in documents for row in document["rows"] if row["tokens"] == GOAL_TOKENS]
+    shown = ", ".join(
+        f"{row['transport']} {row['kv_cache_dtype']} {hidden(row)} of {row['baseline_exposed_s'] * 1e3:.0f} ms"
+        for row in rows
+    )
+    return f"**Transfer** of the KV of {GOAL_TOKENS:,} tokens hidden behind the prompt: {shown}." if rows else ""
+
+
 def rows_table(documents: Iterable[dict[str, Any]], table: Callable[..., str], number: Callable[..., str]) -> str:
     """One row a length, KV dtype and transport."""
     rows = []

@@ -302,6 +302,10 @@ def chaos_sections(results: Results) -> dict[str, str]:
 def readme_figures(results: Results) -> str:
     """The figures section of README.md."""
     lines = ["## Figures", ""]
+    if "chaos" in results:
+        lines += [f"{chaos_tables.headline(results['chaos'])} ([failure model](docs/failure-model.md))", ""]
+    if headline := kv_tables.headline([results[name] for name in ("kv_float32", "kv_bfloat16") if name in results]):
+        lines += [f"{headline} ([measured](docs/benchmarks.md#kv-transfer))", ""]
     if "serve" in results:
         serve = results["serve"]
         machine = serve["machine"]

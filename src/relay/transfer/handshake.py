@@ -34,13 +34,13 @@ def mismatch(ours: Hello, theirs: Hello) -> str:
     for name in ("model_digest", "numerics_id", "num_layers", "num_kv_heads", "head_dim", "dtype"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            return f"{name} {mine} here, {_shown(other)} at {_shown(theirs.worker)}"
+            return f"{name} {_shown(mine)} here, {_shown(other)} at {_shown(theirs.worker)}"
     return ""
 
 
-def _shown(theirs: object) -> str:
-    """What a peer said, fit for a line of a log whatever it said."""
-    text = ascii(str(theirs))[1:-1]
+def _shown(said: object) -> str:
+    """Fit for a line of a log, whatever a peer said."""
+    text = ascii(str(said))[1:-1]
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
