@@ -20,6 +20,11 @@ def test_a_later_silence_is_not_the_wait() -> None:
     assert stream(1.0, 1.1, 1.3, 9.0).resumed_s(struck_s=1.15, lost_s=1.16) == 1.3
 
 
+def test_a_hedge_may_be_there_before_the_loss_is_noted() -> None:
+    assert stream(1.0, 1.1, 1.155, 2.2, 2.21, 2.22, 2.65, 2.66).resumed_s(struck_s=1.15, lost_s=2.6) == 2.2
+    assert stream(1.0, 1.1, 2.2, 2.21).resumed_s(struck_s=1.15, lost_s=2.6) == 2.2
+
+
 def test_without_a_token_yet_the_wait_begins_with_the_fault() -> None:
     assert stream(1.9, 2.0).resumed_s(struck_s=1.15, lost_s=1.16) == 1.9
 
