@@ -34,7 +34,7 @@ contract: $(VENV)/.$(EXTRAS)
 verify: $(VENV)/.base
 	$(BIN)/relay verify
 
-# A long simulation: 2,000 seeds, then directed runs until every fault has struck in every moment. About a quarter of an hour on two cores.
+# A long simulation: 2,000 seeds, then directed runs until every fault has struck in every moment. Some three minutes on two cores.
 SEEDS ?= 2000
 sim: $(VENV)/.base
 	$(BIN)/relay sim --seeds $(SEEDS) --json > benchmarks/results/cpu/sim.json; \
