@@ -60,8 +60,6 @@ def test_every_answer_is_the_calm_one(model, cache, tmp_path, shape, faults):
     assert sum(report["faults"].values()) == faults
     assert report["signals"]["SIGKILL"] >= 2
     assert set(report["moments"]) == set(report["faults"])
-    assert report["resume_ms"]["n"] > 0
-    assert report["resume_ms"]["p50"] <= report["resume_ms"]["p99"]
     assert report["replayed"]["replayed"] == report["replayed"]["recordings"] > 2
 
 

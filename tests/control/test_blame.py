@@ -315,6 +315,23 @@ def test_a_suspect_that_leaves_a_step_behind_is_not_placed_before_that_is_over()
     assert world.clients[1].finished
 
 
+def test_what_a_drain_moves_may_leave_a_step_behind_that_hangs() -> None:
+    """`relay sim --seed 1551`: moved off an engine that it hung, it hung the next, and its hedge a third, before any was blamed."""
+    world = World(first, MANY).ready()
+    world.submit(LONG)
+    choice = world.core.state.requests[1].choices[0]
+    left = choice.attempts[0].decode
+    assert order_to_leave(world, left.key) is WorkerState.DRAINING
+    (attempt,) = choice.attempts
+    assert attempt.decode is not left, "moved"
+    attempt.decode.slow = True
+    hedger = world.core._hedger
+    world.handle(e.WorkerMessage(left.key, Heartbeat(3, "stepping", 90, "R")))
+    assert not hedger._deserves_one(attempt, attempt.decode)
+    world.handle(e.WorkerMessage(left.key, Heartbeat(4, "ready", 0, "S")))
+    assert hedger._deserves_one(attempt, attempt.decode), "the one that it left was only slow"
+
+
 def order_to_leave(world: World, key: WorkerKey) -> WorkerState:
     world.handle(e.LeaveOrdered((key.worker,)))
     return world.core.state.workers[key.worker].state

@@ -222,14 +222,20 @@ class Dispatcher:
         if len(choice.attempts) > 1:
             self.close(attempt, now_ns, cause)
             return
-        if attempt.state is AttemptState.PREFILLING and attempt.prefill is not None and attempt.prefill.state in LIVE:
-            attempt.prefill.linger(choice.request)
+        if attempt.state is AttemptState.PREFILLING:
+            self._leave_behind(attempt)
         self._state.counters["resumed"] += 1
         choice.resumes = True
         if choice.failures > 1 and not innocent:  # the first failover waits for nothing
             delay_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (choice.failures - 2))
             choice.not_before_ns = now_ns + int(delay_s * 1e9)
         self.close(attempt, now_ns, cause)
+
+    def _leave_behind(self, attempt: Attempt) -> None:
+        """``attempt`` ends for a reason that says nothing of the step in which it may be computed meanwhile."""
+        computing = attempt.prefill or attempt.decode
+        if attempt.state is not AttemptState.RESERVING and computing.state in LIVE:
+            computing.linger(attempt.choice.request)
 
     def close(self, attempt: Attempt, now_ns: int, cause: str, *, refused_by: Worker | None = None) -> None:
         """End one attempt. Its choice goes on with the other one if there is one, else it waits for a new place."""
@@ -256,12 +262,14 @@ class Dispatcher:
             if attempt.decode is not worker or attempt not in choice.attempts or choice.request.suspicion.blames:
                 continue  # a suspect may hang what it computes on: it is not to go on to the next meanwhile
             if len(choice.attempts) > 1:
+                self._leave_behind(attempt)
                 self.close(attempt, now_ns, f"{worker.id} drains")
                 continue
             placement = self._router.choose(choice, now_ns)
             if placement is None or placement.decode.state is not WorkerState.READY:
                 continue
             self._state.counters["moved"] += 1
+            self._leave_behind(attempt)
             self.close(attempt, now_ns, f"{worker.id} drains")
             self._place(choice, placement, now_ns)
 

@@ -158,7 +158,7 @@ class Suspicion:
     def __init__(self) -> None:
         self.blames = 0
         self.ends: dict[int, int] = {}
-        self.lingering = 0  # engines where a step of a failed attempt may run still; nothing speaks against it yet
+        self.lingering = 0  # engines where a step of an ended attempt may run still; nothing speaks against it yet
         self.unexplained = 0  # engines just lost under it, whose agents have not said why, and those that may hang
 
     @property

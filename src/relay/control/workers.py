@@ -193,7 +193,7 @@ class Worker:
         request.suspicion.unexplained -= 1
 
     def linger(self, request: Request) -> None:
-        """An attempt of one that is no suspect failed while P may compute it here: if that hangs, the next may be another."""
+        """An attempt of one that is no suspect ended while its step may run here: if that hangs, the next may be another."""
         if request in self.long_step:
             return  # that counts already
         if request not in self.lingering:
