@@ -61,6 +61,7 @@ def test_a_dead_rank_is_a_dead_worker_and_loses_nothing(server, number) -> None:
     (rank,) = ranks_of(before["pid"])
     assert complete_while(server, lambda: os.kill(rank, number)) == calm
     wait_gone([before["pid"], rank])
+    server.wait_for(lambda: server.worker("decode-0")["incarnation"] > before["incarnation"])
     server.wait_for(lambda: server.worker("decode-0")["state"] == "ready")
     after = server.worker("decode-0")
     assert after["incarnation"] == before["incarnation"] + 1

@@ -65,6 +65,7 @@ def test_a_killed_worker_loses_nothing(split, victim, process):
         split.wait_for(lambda: split.worker("decode-0")["running"] > 0 or split.worker("prefill-0")["running"] > 0)
         subprocess.run(["kill", "-9", str(before[process])], check=True)
         assert [answer.result() for answer in answers] == expected
+    split.wait_for(lambda: split.worker(victim)["incarnation"] > before["incarnation"])
     split.wait_for(lambda: split.worker(victim)["state"] == "ready")
     after = split.worker(victim)
     assert after["incarnation"] == before["incarnation"] + 1
