@@ -79,6 +79,7 @@ class Ranks:
         for thread in self.threads:
             thread.start()
         self.started = self.stopped = False
+        self.awaited = 0
         MADE.append(self)
         if linked:
             os.ftruncate(self.memory, 1 << 22)
@@ -98,6 +99,9 @@ class Ranks:
 
     def start(self) -> None:
         self.started = True
+
+    def await_end(self) -> None:
+        self.awaited += 1
 
     def stop(self) -> None:
         self.stopped = True
@@ -248,6 +252,7 @@ def test_a_rank_that_failed_alone_ends_the_worker() -> None:
     with pytest.raises(DeviceLostError, match="rank 1 of this worker has ended"):
         group.backend.release_slot(0)
     assert "rank 1 failed 1 calls, rank 0 0" in str(group.errors[0])
+    assert group.awaited == 1, "whoever watches says first how the rank ended"
 
 
 def test_ranks_at_different_places_do_not_add() -> None:

@@ -89,6 +89,10 @@ class RankProcesses:
             signal.raise_signal(-code)  # in this thread: one to the process may come later
         raise DeviceLostError(text)
 
+    def await_end(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join(END_S)
+
     def stop(self) -> None:
         """Their links are closed, which ends them; what does not end is killed."""
         os.eventfd_write(self._wakeup, 1)

@@ -32,6 +32,10 @@ class Watch(Protocol):
         """They have loaded: from now on the end of one is the end of this process."""
         ...
 
+    def await_end(self) -> None:
+        """A link has ended: the end of its rank is about to end this process. Returns if it does not within a few seconds."""
+        ...
+
     def stop(self) -> None:
         """They were told to end: wait for them and clean up."""
         ...
@@ -239,7 +243,7 @@ class RankedBackend:
             try:
                 answer = calls.receive_answer(self._links[rank - 1])
             except calls.LinkEnded as error:
-                raise DeviceLostError(f"rank {rank} of this worker has ended: {error}") from error
+                raise self._lost(rank, error) from error
         assert isinstance(answer, kind)
         return answer
 
@@ -247,7 +251,13 @@ class RankedBackend:
         try:
             calls.send(self._links[rank - 1], message)
         except calls.LinkEnded as error:
-            raise DeviceLostError(f"rank {rank} of this worker has ended: {error}") from error
+            raise self._lost(rank, error) from error
+
+    def _lost(self, rank: int, error: calls.LinkEnded) -> DeviceLostError:
+        """How the rank ended is for its watcher to say, who has to end this process the same way: it goes first."""
+        if self._open:
+            self._watch.await_end()
+        return DeviceLostError(f"rank {rank} of this worker has ended: {error}")
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
