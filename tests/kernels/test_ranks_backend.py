@@ -297,8 +297,8 @@ def test_steps_may_be_sampled_after_the_next_one_ran() -> None:
     program = build_program(WIDE)
     group = Ranks(program, Weights(program), 2)
     sampled: list[int] = []
-    group.shares[1].sample = lambda batch: sampled.append(len(batch.token_ids)) or []  # type: ignore[method-assign]
-    group.shares[0].sample = lambda batch: []  # type: ignore[method-assign]
+    group.shares[1].backend.sample = lambda batch: sampled.append(len(batch.token_ids)) or []  # type: ignore[method-assign]
+    group.shares[0].backend.sample = lambda batch: []  # type: ignore[method-assign]
     steps = [make_batch([Row(0, PROMPT[:count], 0, [0, 1, 2, 3])]) for count in (5, 6, 7)]
     group.backend.run(0, len(program.ops), steps[0])
     group.backend.run(0, len(program.ops), steps[1])

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from relay.errors import StartupError
-from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.ipc import DeviceMemory
 from relay.kernels.cuda.launch import device_errors
@@ -18,7 +18,6 @@ from relay.kernels.program import Program
 from relay.kernels.ranks.split import split_program
 from relay.kernels.ranks.weights import RankWeights
 from relay.kernels.weights import WeightSource
-from relay.protocol.sampling import SamplingParams
 
 FLAG_BYTES = 256  # before the area: MAX_RANKS int32, and room so that the area is aligned
 
@@ -99,19 +98,5 @@ class CudaRankShare:
         """On the rank's own device; ``memory`` is not used."""
         self.backend.allocate_kv(num_blocks, block_size, dtype)
 
-    def bind_slot(
-        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
-    ) -> None:
-        self.backend.bind_slot(slot, params, choice, prompt_ids, output_ids)
-
-    def release_slot(self, slot: int) -> None:
-        self.backend.release_slot(slot)
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.backend.copy_block(source, target)
-
     def run(self, start: int, stop: int, batch: Batch) -> None:
         self.backend.run(start, stop, batch)
-
-    def sample(self, batch: Batch) -> list[SampledToken]:
-        return self.backend.sample(batch)

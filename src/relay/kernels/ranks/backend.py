@@ -118,12 +118,12 @@ class RankedBackend:
     ) -> None:
         self._tell(calls.Bind(slot=slot, params=params, choice=choice, prompt_ids=prompt_ids, output_ids=output_ids))
         with self._counted():
-            self._share.bind_slot(slot, params, choice, prompt_ids, output_ids)
+            self._share.backend.bind_slot(slot, params, choice, prompt_ids, output_ids)
 
     def release_slot(self, slot: int) -> None:
         self._tell(calls.Release(slot=slot))
         with self._counted():
-            self._share.release_slot(slot)
+            self._share.backend.release_slot(slot)
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
         """Returns when every rank is through, so that K and V of all heads are in their pools."""
@@ -140,12 +140,12 @@ class RankedBackend:
     def sample(self, batch: Batch) -> list[SampledToken]:
         self._tell(calls.Sample(number=next(number for number, one in self._batches if one is batch)))
         with self._counted():
-            return self._share.sample(batch)
+            return self._share.backend.sample(batch)
 
     def copy_block(self, source: int, target: int) -> None:
         self._tell(calls.CopyBlock(source=source, target=target))
         with self._counted():
-            self._share.copy_block(source, target)
+            self._share.backend.copy_block(source, target)
 
     def logits(self) -> np.ndarray:
         return self._share.backend.logits()

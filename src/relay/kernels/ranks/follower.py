@@ -55,18 +55,18 @@ class _Follower:
             case calls.WarmUp():
                 cast(QueueingBackend, share.backend).warm_up(call.longest)
             case calls.Bind():
-                share.bind_slot(call.slot, call.params, call.choice, call.prompt_ids, call.output_ids)
+                share.backend.bind_slot(call.slot, call.params, call.choice, call.prompt_ids, call.output_ids)
             case calls.Release():
-                share.release_slot(call.slot)
+                share.backend.release_slot(call.slot)
             case calls.CopyBlock():
-                share.copy_block(call.source, call.target)
+                share.backend.copy_block(call.source, call.target)
             case calls.Run():
                 if call.batch is not None:
                     self._batches[call.number] = calls.unpack_batch(call.batch, call.max_blocks)
                     self._batches.pop(call.number - BATCHES, None)
                 share.run(call.start, call.stop, self._batches[call.number])
             case calls.Sample():
-                share.sample(self._batches[call.number])
+                share.backend.sample(self._batches[call.number])
 
     def _answer(self, call: calls.MoveKv | calls.Fit) -> None:
         """Other threads of rank 0 ask for these, at any time, and failures are theirs alone."""

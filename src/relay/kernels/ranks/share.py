@@ -5,14 +5,13 @@ from typing import Protocol
 
 import numpy as np
 
-from relay.kernels.backend import Batch, QueueingBackend, SampledToken
+from relay.kernels.backend import Batch, QueueingBackend
 from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Buffer, Program
 from relay.kernels.ranks.exchange import Exchange
 from relay.kernels.ranks.split import RankProgram, Sum, split_program
 from relay.kernels.ranks.weights import RankWeights
 from relay.kernels.weights import WeightSource
-from relay.protocol.sampling import SamplingParams
 
 PAGE = mmap.PAGESIZE
 
@@ -24,7 +23,9 @@ def pool_bytes(num_blocks: int, block_size: int, layers: int, kv_width: int, dty
 
 
 class Share(Protocol):
-    """One rank's part of a worker, whatever computes it. Calls are a ``Backend``'s, made by every rank in the same order."""
+    """One rank's part of a worker, whatever computes it: the calls of a ``Backend`` that differ with ranks, made by every rank in
+    the same order as those of ``backend`` itself, which is a whole one of this part.
+    """
 
     shares_pools: bool  # whether rank 0 maps the KV pools of all ranks
 
@@ -43,17 +44,7 @@ class Share(Protocol):
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None: ...
 
-    def bind_slot(
-        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
-    ) -> None: ...
-
-    def release_slot(self, slot: int) -> None: ...
-
-    def copy_block(self, source: int, target: int) -> None: ...
-
     def run(self, start: int, stop: int, batch: Batch) -> None: ...
-
-    def sample(self, batch: Batch) -> list[SampledToken]: ...
 
 
 class RankShare:
@@ -92,17 +83,6 @@ class RankShare:
         mapped = np.frombuffer(mmap.mmap(memory, size, offset=offset), np.uint8)
         self.backend.allocate_kv(num_blocks, block_size, dtype, memory=mapped)
 
-    def bind_slot(
-        self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
-    ) -> None:
-        self.backend.bind_slot(slot, params, choice, prompt_ids, output_ids)
-
-    def release_slot(self, slot: int) -> None:
-        self.backend.release_slot(slot)
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.backend.copy_block(source, target)
-
     def run(self, start: int, stop: int, batch: Batch) -> None:
         """Ops [start, stop) with the meetings among them; returns when every rank has come to the end.
 
@@ -120,9 +100,6 @@ class RankShare:
         if at < stop:
             self.backend.run(at, stop, batch)
         self.exchange.wait()
-
-    def sample(self, batch: Batch) -> list[SampledToken]:
-        return self.backend.sample(batch)
 
     def _meet(self, index: int, batch: Batch) -> None:
         meeting = self.part.meetings[index]
