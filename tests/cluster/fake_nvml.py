@@ -25,7 +25,8 @@ class FakeNvml:
 
     NVMLError = NVMLError
     NVML_NVLINK_MAX_LINKS = 36
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_CAPS_INDEX_NVLINK = 0, 1, 2
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # a tuple, as in nvidia-ml-py
+    NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_CAPS_INDEX_NVLINK = 1, 2
     NVML_P2P_STATUS_OK = 0
     NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED = 1
     NVML_P2P_STATUS_GPU_NOT_SUPPORTED = 2
@@ -65,6 +66,7 @@ class FakeNvml:
         return 1
 
     def nvmlDeviceGetP2PStatus(self, first: int, second: int, kind: int) -> int:
+        assert type(kind) is int, "the library hands it to C"
         names = self.pairs.get((min(first, second), max(first, second)), ("OK", "OK", "OK"))
         return int(getattr(self, f"NVML_P2P_STATUS_{names[kind]}"))
 

@@ -82,7 +82,7 @@ def _visible(given: str | None, uuids: list[str]) -> list[int] | None:
 
 def _link(nvml: Any, first: Any, second: Any) -> Link:
     status = {
-        kind: _status(nvml, first, second, getattr(nvml, f"NVML_P2P_CAPS_INDEX_{kind}"))
+        kind: _status(nvml, first, second, _number(getattr(nvml, f"NVML_P2P_CAPS_INDEX_{kind}")))
         for kind in ("READ", "WRITE", "NVLINK")
     }
     nvlinks = _nvlinks(nvml, first) if status["NVLINK"] == "" else 0
@@ -94,6 +94,11 @@ def _link(nvml: Any, first: Any, second: Any) -> Link:
         path = f"{nvlinks} NVLinks, {path}"
     reason = status["READ"] or status["WRITE"]
     return Link(path, nvlinks, peers=not reason, reason=reason)
+
+
+def _number(constant: Any) -> int:
+    """nvidia-ml-py has NVML_P2P_CAPS_INDEX_READ as a tuple of one, by a comma too many."""
+    return int(constant[0] if isinstance(constant, tuple) else constant)
 
 
 def _status(nvml: Any, first: Any, second: Any, kind: int) -> str:
