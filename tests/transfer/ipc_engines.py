@@ -39,6 +39,7 @@ from tests.transfer.test_staged import FakeStream
 ROOT = Path(__file__).parent.parent.parent
 LIFE_S = 90  # of a child, at most
 WAIT_S = 30
+STRIKES = (0.1, 0.5)  # shares of a transfer after which the peer is killed
 
 
 class FileArea(mmap.mmap):
@@ -77,7 +78,7 @@ class FileGround:
 
     layout, limits, tokens = LAYOUT, SMALL, 100
     source_table, target_table = [3, 1, 0, 5, 2, 7, 9], [11, 4, 6, 2, 0, 1, 15]
-    area_bytes, grace_s, strikes = 1 << 18, 0.3, (2, 9)  # the frames of a transfer at which the peer is killed
+    area_bytes, grace_s = 1 << 18, 0.3
 
     def __init__(self, folder):
         self.name = str(folder)
@@ -102,19 +103,18 @@ class CudaGround:
 
     tokens, block = 4096, 64
     source_table, target_table = list(range(64))[::-1], list(range(20, 84))
-    area_bytes, grace_s, strikes = 64 << 20, 2.0, (3, 30)
+    area_bytes, grace_s = 64 << 20, 2.0
     name = "cuda"
 
     def __init__(self):
         from relay.models.config import ModelConfig, RopeConfig
-        from relay.worker.device import flow_of
 
         self.config = ModelConfig(
             architecture="llama", vocab=256, hidden=1024, intermediate=1024, num_layers=8, num_heads=8, num_kv_heads=8,
             head_dim=128, rms_eps=1e-5, max_positions=4096, rope=RopeConfig(theta=1e4), tied_embeddings=False,
         )  # fmt: skip
         self.layout = Layout(8, 8, 128, "bfloat16")
-        self.limits: TransferLimits = flow_of("cuda").limits
+        self.limits = TransferLimits(max_frame_bytes=4 << 20, window_bytes=32 << 20, join_bytes=2 << 20)
 
     def memory(self):
         from relay.kernels.cuda.ipc import DeviceMemory
@@ -157,30 +157,31 @@ def ground_of(name):
 
 
 class Struck:
-    """A store that does something at a given frame, while the frame's copy is under way."""
+    """A store that does something at a given byte, while the copy of its frame is under way."""
 
-    def __init__(self, store):
-        self.inner = store
+    def __init__(self, store, token_bytes):
+        self.inner, self._token_bytes = store, token_bytes
         self.stage_depth = store.stage_depth
         self.register, self.unregister = store.register, store.unregister
         self._left, self._deed = {"stage": 0, "collect": 0}, None
 
-    def at(self, what, frame, deed):
-        self._left[what], self._deed = frame, deed
+    def at(self, what, byte, deed):
+        self._left[what], self._deed = int(byte), deed
 
     def stage(self, one, out):
         copying = self.inner.stage(one, out)
-        self._count("stage", 1)
+        self._count("stage", [one])
         return copying
 
     def collect(self, frames):
         copying = self.inner.collect(frames)
-        self._count("collect", len(frames))
+        self._count("collect", [one for one, _ in frames])
         return copying
 
-    def _count(self, what, frames):
+    def _count(self, what, ranges):
         if self._left[what]:
-            self._left[what] = max(0, self._left[what] - frames)
+            moved = sum(one.layers * one.count for one in ranges) * self._token_bytes
+            self._left[what] = max(0, self._left[what] - moved)
             if not self._left[what]:
                 self._deed()
 
@@ -191,7 +192,7 @@ class Engine:
     def __init__(self, ground, name, incarnation=1):
         self.ground = ground
         self.table = np.array(ground.source_table if name == "p" else ground.target_table, np.int32)
-        self.store = Struck(ground.store(1 if name == "p" else None))
+        self.store = Struck(ground.store(1 if name == "p" else None), ground.layout.token_bytes)
         self.events = queue.Queue()
         self.wire = IpcWire("here", ground.memory(), ground.area_bytes)
         self.wire._pool._grace_s = ground.grace_s
@@ -203,6 +204,11 @@ class Engine:
         while True:
             self.transport.tick(time.monotonic_ns())
             time.sleep(0.1)
+
+    @property
+    def bytes(self):
+        """Of a transfer."""
+        return self.ground.tokens * self.ground.layout.num_layers * self.ground.layout.token_bytes
 
     def event(self):
         return self.events.get(timeout=WAIT_S)
@@ -266,7 +272,7 @@ def p_is_killed(ground):
     engine = Engine(ground, "d")
     pool = engine.wire._pool
     try:
-        for child, frame in zip(children, (*ground.strikes, 0), strict=True):
+        for child, share in zip(children, (*STRIKES, 0), strict=True):
             assert child.hear() == "ready"
             first, second = 10 * child.incarnation, 10 * child.incarnation + 1
             engine.receive(first, child.incarnation)
@@ -276,10 +282,10 @@ def p_is_killed(ground):
             assert event.stats.scheme == "ipc"
             assert child.hear() == "SendAcknowledged"
             assert engine.digest() == want
-            if not frame:
+            if not share:
                 break
             before = engine.outside()
-            engine.store.at("collect", frame, child.process.kill)
+            engine.store.at("collect", share * engine.bytes, child.process.kill)
             engine.receive(second, child.incarnation)
             child.tell(second, 1, engine.transport.addresses)
             event = engine.event()
@@ -305,7 +311,7 @@ def d_is_killed(ground):
     engine = Engine(ground, "p")
     want = engine.digest()
     try:
-        for child, frame in zip(children, (*ground.strikes, 0), strict=True):
+        for child, share in zip(children, (*STRIKES, 0), strict=True):
             addresses = child.hear()
             first, second = 10 * child.incarnation, 10 * child.incarnation + 1
             child.tell(first, 1)
@@ -315,11 +321,11 @@ def d_is_killed(ground):
             event = engine.event()
             assert isinstance(event, SendAcknowledged), event
             assert event.stats.scheme == "ipc"
-            if not frame:
+            if not share:
                 break
             child.tell(second, 1)
             assert child.hear() == "open"
-            engine.store.at("stage", frame, child.process.kill)
+            engine.store.at("stage", share * engine.bytes, child.process.kill)
             engine.send(second, child.incarnation, addresses)
             event = engine.event()
             assert isinstance(event, SendFailed), event
