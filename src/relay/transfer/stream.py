@@ -32,6 +32,7 @@ class StreamChannel:
 
     def lend(self, allocate: Allocate) -> None:
         self._allocate = allocate
+        self._free.clear()  # what the hello was written to
 
     def await_room(self, size: int) -> None:
         """``commit`` waits for the socket, nothing else does."""
