@@ -161,9 +161,10 @@ class Struck:
 
     def __init__(self, store, token_bytes):
         self.inner, self._token_bytes = store, token_bytes
-        self.stage_depth = store.stage_depth
-        self.register, self.unregister = store.register, store.unregister
         self._left, self._deed = {"stage": 0, "collect": 0}, None
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     def at(self, what, byte, deed):
         self._left[what], self._deed = int(byte), deed
