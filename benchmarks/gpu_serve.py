@@ -193,7 +193,8 @@ async def killed(
 ) -> dict[str, Any]:
     """The same requests undisturbed and with ``victim``'s engine killed in the middle; the gap of each stream over the kill.
 
-    Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts were at hand: then it is about the tokens that had been generated.
+    Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts
+    were at hand: then it is about ``tokens_at_kill``, else a prompt more.
     """
 
     def bodies(salt: str) -> list[dict[str, Any]]:
@@ -218,8 +219,9 @@ async def killed(
     os.kill(before["pid"], signal.SIGKILL)
     at = time.perf_counter()
     storm = [s.read() for s in await running]
-    gaps = []
+    gaps, had = [], []
     for stream in storm:
+        had.append(sum(t <= at for t in stream.times))
         last = max((t for t in stream.times if t <= at + 0.002), default=None)
         following = next((t for t in stream.times if t > at + 0.002), None)
         if last is not None and following is not None:
@@ -243,6 +245,7 @@ async def killed(
         "placed_on_victim": before["placed"],
         "prompt_tokens": length,
         "new_tokens": new,
+        "tokens_at_kill": sorted(had)[len(had) // 2],
         **resumes,
         "next_token_ms_of_disturbed": ms(affected),
         "disturbed": len(affected),

@@ -59,7 +59,7 @@ class Bench:
         load = partial(self.loads, setup.factors)
         found = {
             "split": Part(loads, load, ("split",)),
-            "kill": Part(setup.kill_s, partial(self.kill, "decode-0"), ("split",)),
+            "kill": Part(setup.kill_s, partial(self.kill, "decode-0", 1), ("split",)),
         }
         *budgets, last = setup.budgets
         for family, budget in (
@@ -70,7 +70,7 @@ class Bench:
             server = (family, *budget_flags(budget))
             found[f"{family}-{budget}"] = Part(loads, load, server)
             if family == "colocated" and budget == max(setup.budgets):
-                found["kill-replica"] = Part(setup.kill_s, partial(self.kill, "worker-0"), server)
+                found["kill-replica"] = Part(setup.kill_s, partial(self.kill, "worker-0", 2), server)
         found["kv"] = Part(setup.transfer_s, partial(self.kv, setup.transports[0]))
         found["kv-other"] = Part(setup.transfer_s, partial(self.kv, setup.transports[1]))
         found["split-other"] = Part(one, partial(self.loads, setup.factors[:1]), ("split-other",))
@@ -148,9 +148,10 @@ class Bench:
             found["transfers"] = transfers(server)
         return found
 
-    def kill(self, victim: str, server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
+    def kill(self, victim: str, workers: int, server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
+        """Kill one of ``workers`` that decode, each with the same number of streams."""
         setup = self._setup
-        sizes = setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab
+        sizes = workers * setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab
         measured = killed(server, victim, *sizes, again_within_s=max(5.0, min(40.0, self._run.left_s() - 5)))
         return {"flags": list(flags), **asyncio.run(measured)}
 

@@ -3,7 +3,7 @@
 How the load was chosen, before anything was run. One H200 prefills the 8B shape at 42,000 tokens/s and decodes 32 rows in 5.45 ms
 (``results/h200/model_time.json``). At factor 1 chats bring 8 x 256 prompt tokens a second and documents 3 x 4,096: 34 % of one P.
 Factors 1.2 and 2.2 keep it 41 % and 75 % busy: a calm server, and the most that one P serves without a queue that grows by chance
-alone. D then decodes about 14 and 29 rows, far from its 256: in this mix P is what 1P + 1D has too little of, so TTFT and the
+alone. D then decodes about 16 and 29 rows, far from its 256: in this mix P is what 1P + 1D has too little of, so TTFT and the
 throughput of a backlog (``at_once``) are what the split should lose, and both are printed.
 
 A request is good if all its tokens came, the second within 500 ms of sending (five times a document's own prefill; the second,
@@ -155,7 +155,6 @@ def figures(load: Load, answers: list[tuple[Planned, Stream]], begin: float, too
         "load": {**asdict(load), "slo_itl_ms": load.slo_itl_ms},
         "expected": load.expected(),
         "requests": len(answers),
-        "whole": len(whole),
         "errors": broken[:3],
         "seconds": round(took, 2),
         **{kind: _times([stream for request, stream in whole if request.kind == kind]) for kind in KINDS},
@@ -172,7 +171,7 @@ def figures(load: Load, answers: list[tuple[Planned, Stream]], begin: float, too
 def _times(streams: list[Stream]) -> dict[str, Any]:
     """``second_ms`` is the wait from the first to the second token, in which a split hands over; it is one of the gaps, too."""
     return {
-        "requests": len(streams),
+        "whole": len(streams),
         "ttft_ms": ms([stream.times[0] - stream.started for stream in streams]),
         "second_ms": ms([gap for stream in streams for gap in stream.gaps[:1]]),
         "itl_ms": ms([gap for stream in streams for gap in stream.gaps]),

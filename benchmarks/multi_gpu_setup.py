@@ -26,7 +26,7 @@ class Setup:
     factors: tuple[float, ...]
     transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
     transports: tuple[TransportName, ...]  # the first is what the split is served with
-    kill_streams: int
+    kill_streams: int  # on the victim
     kill_prompt: int
     kill_new: int
     flags: tuple[str, ...]
@@ -71,7 +71,7 @@ GPUS = Setup(
     factors=(1.2, 2.2),
     transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
     transports=("ipc", "shm"),
-    kill_streams=64,
+    kill_streams=32,
     kill_prompt=512,
     kill_new=400,
     flags=("--max-model-len", "8192"),
@@ -92,7 +92,7 @@ CPUS = Setup(
     factors=(1.0,),
     transfers=((512, 3), (2048, 2)),
     transports=("shm", "tcp"),
-    kill_streams=8,
+    kill_streams=4,
     kill_prompt=64,
     kill_new=600,
     flags=("--threads", "1", "--kv-cache-memory", "64M"),
