@@ -47,11 +47,13 @@ def shapes(parts: Parts, key: str) -> dict[str, dict[str, Any]]:
         budget = best_budget(parts, family, key)
         if budget is not None:
             found[f"{text}, {budget:,} tokens a step"] = parts[f"{family}-{budget}"][key]
+    if key in parts.get("vllm", {}):
+        found["vLLM"] = parts["vllm"][key]
     return found
 
 
 def compared(parts: Parts) -> dict[str, Any]:
-    """Split against colocated and ranks at their best budget, at each load: ratios over 1 favour the split.
+    """Split against colocated and ranks at their best budget, at each load: ratios over 1 favour the split, None is of nothing.
 
     ``itl_p99_over_least`` is against the budget with the least p99 of gaps, whatever its goodput. ``same_tokens``: of every
     request, in all shapes of one numerics id; None where fewer than two of them were measured.
@@ -71,6 +73,8 @@ def compared(parts: Parts) -> dict[str, Any]:
                 "budget": budget,
                 "itl_p99": _ratio(_p99(row), _p99(split)),
                 "itl_p99_over_least": _ratio(least, _p99(split)),
+                "split_goodput_per_s": split["goodput_per_s"],
+                "other_goodput_per_s": row["goodput_per_s"],
                 "goodput": _ratio(split["goodput_per_s"], row["goodput_per_s"]),
                 "ttft_p50": _ratio(row["ttft_ms"]["p50"], split["ttft_ms"]["p50"]),
                 "output_tokens_per_s": _ratio(split["output_tokens_per_s"], row["output_tokens_per_s"]),

@@ -188,6 +188,8 @@ def test_ratios_are_against_the_best_budget_and_need_both_sides() -> None:
         "budget": 512,
         "itl_p99": 5.0,
         "itl_p99_over_least": 2.0,
+        "split_goodput_per_s": 3.0,
+        "other_goodput_per_s": 2.5,
         "goodput": 1.2,
         "ttft_p50": 1.0,
         "output_tokens_per_s": 1.0,
