@@ -95,10 +95,10 @@ class Server:
         }
         return {name: shown.get(f"relay_{name}_total", 0) for name in names}
 
-    async def ask(self, body: dict[str, Any]) -> Stream:
-        """One streamed completion with token ids."""
+    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
+        """One streamed completion with token ids; ``stream`` can be looked at while it comes."""
         payload = json.dumps({"stream": True, "return_token_ids": True, "ignore_eos": True, **body}).encode()
-        stream = Stream()
+        stream = stream or Stream()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         stream.started = time.perf_counter()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
@@ -188,10 +188,14 @@ async def at_rate(server: Server, rate: float, seconds: float, length: int, new:
     return row
 
 
+def _middle(values: list[int]) -> int:
+    return sorted(values)[len(values) // 2]
+
+
 async def killed(
     server: Server, victim: str, streams: int, length: int, new: int, vocab: int, again_within_s: float = 120.0
 ) -> dict[str, Any]:
-    """The same requests undisturbed and with ``victim``'s engine killed in the middle; the gap of each stream over the kill.
+    """The same requests undisturbed and with ``victim``'s engine killed when half is out; the longest gap of each stream since.
 
     Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts
     were at hand: then it is about ``tokens_at_kill``, else a prompt more.
@@ -209,23 +213,26 @@ async def killed(
             for index, text in enumerate(prompts(streams, length, vocab, seed=77))
         ]
 
-    calm = [s.read() for s in await asyncio.gather(*(server.ask(body) for body in bodies("calm")))]
+    calm = await asyncio.gather(*(server.ask(body) for body in bodies("calm")))
+    half = _middle([len(stream.lines) for stream in calm]) / 2
+    calm = [stream.read() for stream in calm]
     usual = percentile([gap for stream in calm for gap in stream.gaps], 0.99)
-    running = asyncio.gather(*(server.ask(body) for body in bodies("storm")))
-    whole = max(stream.times[-1] for stream in calm) - min(stream.started for stream in calm)
-    await asyncio.sleep(0.5 * whole)
     before = await asyncio.to_thread(server.worker, victim)
     counted = await asyncio.to_thread(server.counters, *RESUMES)
+    coming = [Stream() for _ in range(streams)]
+    running = asyncio.gather(*map(server.ask, bodies("storm"), coming))
+    while _middle([len(stream.lines) for stream in coming]) < half:
+        await asyncio.sleep(0.002)
+        if running.done():
+            raise RuntimeError("every request had ended before half of its lines had come")
     os.kill(before["pid"], signal.SIGKILL)
     at = time.perf_counter()
     storm = [s.read() for s in await running]
     gaps, had = [], []
     for stream in storm:
         had.append(sum(t <= at for t in stream.times))
-        last = max((t for t in stream.times if t <= at + 0.002), default=None)
-        following = next((t for t in stream.times if t > at + 0.002), None)
-        if last is not None and following is not None:
-            gaps.append(following - last)
+        after = [end - start for start, end in zip(stream.times, stream.times[1:], strict=False) if end > at]
+        gaps += [max(after)] if after else []  # whatever was under way when it died comes at once
     resumes = {
         name: value - counted[name] for name, value in (await asyncio.to_thread(server.counters, *RESUMES)).items()
     }
@@ -242,10 +249,9 @@ async def killed(
     result = {
         "victim": victim,
         "streams": streams,
-        "placed_on_victim": before["placed"],
         "prompt_tokens": length,
         "new_tokens": new,
-        "tokens_at_kill": sorted(had)[len(had) // 2],
+        "tokens_at_kill": _middle(had),
         **resumes,
         "next_token_ms_of_disturbed": ms(affected),
         "disturbed": len(affected),
@@ -299,6 +305,7 @@ def main() -> None:
                     )
                     keep(f"{shape}/rate {rate}", row)
                 keep(f"{shape}/transfers", transfers(server))
+                print("transfers", found[f"{shape}/transfers"], flush=True)
     for part, name, flags, victim in (
         ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
         ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
@@ -324,7 +331,6 @@ def transfers(server: Server) -> dict[str, float]:
         found["exposed_ms_each"] = round(
             found.get("kv_exposed_us_total", 0.0) / found["kv_transfers_sent_total"] / 1e3, 2
         )
-    print("transfers", found, flush=True)
     return found
 
 
