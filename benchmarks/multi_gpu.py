@@ -12,7 +12,6 @@ other has nothing of its requests and computes them whole. ``recomputed_tokens``
 """
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -23,8 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from benchmarks.gpu_pack import write
-from benchmarks.gpu_serve import Server, killed, serving, transfers
+from benchmarks.gpu_serve import Server, Stream, killed, serving, transfers
 from benchmarks.gpu_shapes import SMOLLM2
 from benchmarks.multi_gpu_load import drive
 from benchmarks.multi_gpu_report import budget_of, compared
@@ -139,13 +140,15 @@ class Bench:
         """Each factor of the load and the backlog, after a short warm-up that is not counted."""
         setup = self._setup
         found: dict[str, Any] = {"flags": list(flags), "ready_s": round(server.ready_s, 2)}
-        asyncio.run(drive(server, setup.load.times(0.5, 2.0)))
+        split = "--transport" in flags
+        uvloop.run(drive(server, setup.load.times(0.5, 2.0)))
         runs = {f"load x {factor:g}": setup.load.times(factor) for factor in factors}
         for name, load in {**runs, "backlog": setup.load.at_once()}.items():
-            found[name] = row = asyncio.run(drive(server, load))
+            before = transfers(server) if split else {}
+            found[name] = row = uvloop.run(drive(server, load))
+            if split:
+                row["transfers"] = transferred(before, transfers(server))
             _show(f"{' '.join(flags)} {name}", row)
-        if "--transport" in flags:
-            found["transfers"] = transfers(server)
         return found
 
     def kill(self, victim: str, workers: int, server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ class Bench:
         setup = self._setup
         sizes = workers * setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab
         measured = killed(server, victim, *sizes, again_within_s=max(5.0, min(40.0, self._run.left_s() - 5)))
-        return {"flags": list(flags), **asyncio.run(measured)}
+        return {"flags": list(flags), **uvloop.run(measured)}
 
     def kv(self, transport: TransportName) -> dict[str, Any]:
         """KV from the first device to the second, and the plain copy rate between them at the same sizes."""
@@ -230,8 +233,8 @@ class _External(Server):
         self.url, self._model, self.ready_s = url, model, 0.0
         self.port = int(url.rsplit(":", 1)[1])
 
-    async def ask(self, body: dict[str, Any]) -> Any:
-        return await super().ask({"model": self._model, **body})
+    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
+        return await super().ask({"model": self._model, **body}, stream)
 
 
 def budget_flags(budget: int) -> tuple[str, ...]:
@@ -246,6 +249,16 @@ def _show(name: str, row: dict[str, Any]) -> None:
         row["errors"],
         flush=True,
     )
+
+
+def transferred(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What the engines counted of KV transfers between two looks."""
+    counted = {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
+    sent, count = counted.get("kv_bytes_sent_total", 0.0), counted.get("kv_transfers_sent_total", 0.0)
+    if sent and count:
+        counted["hidden_share"] = round(1 - counted.get("kv_late_bytes_sent_total", 0.0) / sent, 4)
+        counted["exposed_ms_each"] = round(counted.get("kv_exposed_us_total", 0.0) / count / 1e3, 2)
+    return counted
 
 
 def topology() -> Any:

@@ -106,27 +106,30 @@ async def drive(server: Server, load: Load) -> dict[str, Any]:
     planned = plan(load)
     gc.collect()
     gc.disable()  # a full collection would make every stream wait for the client
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
 
     async def one(request: Planned) -> Stream:
         await asyncio.sleep(max(0.0, request.at - (time.perf_counter() - begin)))
         body = {"prompt": request.prompt, "max_tokens": request.new, "temperature": 0, "seed": 1}
         return await server.ask(body)
 
-    tasks = [asyncio.ensure_future(one(request)) for request in planned]
+    tasks = [asyncio.create_task(one(request)) for request in planned]
     try:
         _, late = await asyncio.wait(tasks, timeout=load.seconds + load.drain_s)
     finally:
         gc.enable()
-    took = time.perf_counter() - begin
+    took, cpu = time.perf_counter() - begin, time.process_time() - cpu
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
     streams = [_answer(task, late, took) for task in tasks]
-    return figures(load, list(zip(planned, streams, strict=True)), begin, took)
+    return {
+        **figures(load, list(zip(planned, streams, strict=True)), begin, took),
+        "client_cpu_share": round(cpu / took, 3),
+    }
 
 
-def _answer(task: "asyncio.Future[Stream]", late: "set[asyncio.Future[Stream]]", took: float) -> Stream:
+def _answer(task: "asyncio.Task[Stream]", late: "set[asyncio.Task[Stream]]", took: float) -> Stream:
     """What came, or a stream with the reason why nothing did."""
     if task in late:
         return Stream(error=f"unfinished after {took:.0f} s")

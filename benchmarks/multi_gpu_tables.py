@@ -167,7 +167,7 @@ def goals_table(parts: Parts, table: Table, number: Number) -> str:
             good = row["split_goodput_per_s"]
             add(f"goodput, {where}", "≥ 1.2×", f"{good:.2f} /s to {other:.2f}", good > 0 and good >= 1.2 * other)
     for name, (what, most) in KILLS.items():
-        if (row := parts.get(name)) is not None:
+        if row := parts.get(name, {}):
             value = row["next_token_ms_of_disturbed"]["p99"]
             add(
                 f"{what}: next token p99",
@@ -177,7 +177,7 @@ def goals_table(parts: Parts, table: Table, number: Number) -> str:
             )
             different = row["different_outputs"]
             add(f"{what}: outputs that differ", "0", f"{different} of {row['streams']}", different == 0)
-    if (exact := parts.get("exact-ranks")) is not None:
+    if exact := parts.get("exact-ranks"):
         count, identical = exact["compared"], exact["identical"]
         add("two ranks: sequences identical", "all", f"{identical} of {count}", identical == count > 0)
     if not rows:
@@ -196,10 +196,24 @@ def _remarks(document: Document) -> Iterator[str]:
     ]
     if same:
         yield f"Tokens of every request over all shapes of one numerics id: {'; '.join(same)}."
-    if (split := parts.get("split")) and (sent := split.get("transfers", {})).get("kv_transfers_sent_total"):
-        hidden, exposed = 100 * sent["hidden_share"], sent["exposed_ms_each"]
-        shown = f"{hidden:.1f} % of the bytes left before the first token, {exposed:g} ms exposed each"
-        yield f"KV of the split under load: {sent['kv_transfers_sent_total']:,.0f} transfers, {shown}."
+    for key, row in parts.get("split", {}).items():
+        sent = row.get("transfers", {}) if isinstance(row, dict) else {}
+        if "hidden_share" in sent:
+            count, hidden, exposed = (
+                sent[one] for one in ("kv_transfers_sent_total", "hidden_share", "exposed_ms_each")
+            )
+            shown = (
+                f"{100 * hidden:.1f} % of the bytes left before the first token was drawn, {exposed:g} ms exposed each"
+            )
+            yield f"KV of the split, {key}: {count:,.0f} transfers, {shown}."
+    shares = [
+        row.get("client_cpu_share", 0.0)
+        for part in _served(parts).values()
+        for row in part.values()
+        if isinstance(row, dict)
+    ]
+    if shares:
+        yield f"The client took at most {100 * max(shares):.0f} % of one core."
     if problems := document["problems"]:
         reasons = "; ".join(f"`{name}`: {text.splitlines()[-1][:200]}" for name, text in problems.items())
         yield f"Not measured by the last call: {reasons}."

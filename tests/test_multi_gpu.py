@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.gpu_serve import Stream
-from benchmarks.multi_gpu import Bench
+from benchmarks.multi_gpu import Bench, transferred
 from benchmarks.multi_gpu_load import Load, Planned, figures, is_good, plan
 from benchmarks.multi_gpu_report import best_budget, compared, same_tokens, shapes
 from benchmarks.multi_gpu_run import Run, without_nan
@@ -218,6 +218,19 @@ def test_tokens_are_compared_over_all_shapes_of_one_numerics() -> None:
     ]
 
 
+def test_transfers_are_those_between_two_looks() -> None:
+    before = {
+        "kv_bytes_sent_total": 100.0,
+        "kv_transfers_sent_total": 1.0,
+        "kv_exposed_us_total": 9e6,
+        "hidden_share": 0.0,
+    }
+    late = {"kv_late_bytes_sent_total": 20.0, "kv_exposed_us_total": 9e6 + 4000}
+    found = transferred(before, {"kv_bytes_sent_total": 500.0, "kv_transfers_sent_total": 3.0, **late})
+    assert (found["kv_bytes_sent_total"], found["hidden_share"], found["exposed_ms_each"]) == (400.0, 0.95, 2.0)
+    assert "hidden_share" not in transferred(before, before)
+
+
 def test_every_shape_uses_both_devices() -> None:
     for name in ("split", "split-other", "colocated", "ranks"):
         flags = " ".join(GPUS.shape(name))
@@ -254,9 +267,13 @@ def test_the_whole_script_on_cpus(tmp_path: Path) -> None:
     assert found["parts"]["ranks-64"]["load x 1"]["errors"] == []
     exact = found["parts"]["exact-ranks"]
     assert exact["identical"] == exact["compared"] > 0
+    assert found["parts"]["split"]["load x 1"]["transfers"]["kv_transfers_sent_total"] > 0
     kill, replica = found["parts"]["kill"], found["parts"]["kill-replica"]
     assert kill["different_outputs"] == replica["different_outputs"] == 0
-    assert kill["resumed"] == replica["resumed"] == CPUS.kill_streams
+    for row in (kill, replica):
+        assert 0 < row["resumed"] <= CPUS.kill_streams
+        assert 0 < row["next_token_ms_of_disturbed"]["p50"] <= row["next_token_ms_of_disturbed"]["p99"]
+    assert kill["recomputed_tokens"] > 0
     pictures = [sys.executable, "-m", "benchmarks.multi_gpu_charts", str(out), str(tmp_path)]
     subprocess.run(pictures, cwd=ROOT, env=environment, check=True, timeout=60)
     for name in ("multi-gpu-load.svg", "multi-gpu-kv.svg"):
