@@ -25,7 +25,6 @@ from benchmarks import report
 from benchmarks.servers import free_port
 
 READY_TIMEOUT_S = 240.0
-RESUMES = ("resumed", "recomputed_tokens", "resumes_delayed")
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -188,6 +187,9 @@ async def at_rate(server: Server, rate: float, seconds: float, length: int, new:
     return row
 
 
+RESUMES = ("resumed", "recomputed_tokens", "resumes_delayed")
+
+
 def _middle(values: list[int]) -> int:
     return sorted(values)[len(values) // 2]
 
@@ -305,7 +307,6 @@ def main() -> None:
                     )
                     keep(f"{shape}/rate {rate}", row)
                 keep(f"{shape}/transfers", transfers(server))
-                print("transfers", found[f"{shape}/transfers"], flush=True)
     for part, name, flags, victim in (
         ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
         ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
@@ -331,6 +332,7 @@ def transfers(server: Server) -> dict[str, float]:
         found["exposed_ms_each"] = round(
             found.get("kv_exposed_us_total", 0.0) / found["kv_transfers_sent_total"] / 1e3, 2
         )
+    print("transfers", found, flush=True)
     return found
 
 
