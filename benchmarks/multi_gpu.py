@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,8 @@ from benchmarks.multi_gpu_transfer import Pair, copy_rate
 from relay.config import TransportName
 from relay.models.checked import remember
 from relay.worker.spec import WorkerSpec
+
+REPORT_S = 0.3  # after which a worker's counters have reached the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class Bench:
             before = transfers(server) if split else {}
             found[name] = row = uvloop.run(drive(server, load))
             if split:
+                time.sleep(REPORT_S)
                 row["transfers"] = transferred(before, transfers(server))
             _show(f"{' '.join(flags)} {name}", row)
         return found
