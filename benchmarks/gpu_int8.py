@@ -6,6 +6,8 @@
 import argparse
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,25 @@ TILES: dict[int, list[F | T]] = {
         F(8, 32, 256, 8, 2),
         F(8, 32, 256, 12, 2),
         F(8, 32, 512, 4, 2),
-        F(8, 32, 256, 8, 2, chunk=128),
         F(8, 32, 256, 8, 2, early=False),
         F(8, 16, 256, 8, 1),
         F(8, 16, 512, 6, 1),
         F(8, 64, 256, 4, 4),
-        F(8, 64, 256, 6, 4),
-        F(8, 64, 128, 10, 4),
+        F(8, 64, 256, 8, 4),
         F(8, 128, 256, 5, 8),
         F(8, 64, 256, 4, 4, wgmma=True),
         F(8, 64, 256, 8, 4, wgmma=True),
         F(8, 128, 128, 8, 8, wgmma=True),
+        F(8, 32, 256, 6, 2, tma=True),
+        F(8, 32, 512, 5, 2, tma=True),
+        F(8, 32, 512, 8, 2, tma=True),
+        F(8, 16, 512, 5, 1, tma=True),
+        F(8, 64, 256, 5, 4, tma=True),
+        F(8, 64, 512, 5, 4, tma=True),
+        F(8, 64, 512, 5, 4, tma=True, early=False),
+        F(8, 64, 512, 5, 4, tma=True, wgmma=True),
+        F(8, 128, 256, 5, 8, tma=True, wgmma=True),
+        T(16, 64, 256, 4, 5),
     ],
     16: [
         F(16, 32, 256, 4, 2),
@@ -51,7 +61,13 @@ TILES: dict[int, list[F | T]] = {
         F(16, 64, 256, 4, 4, wgmma=True),
         F(16, 64, 256, 8, 4, wgmma=True),
         F(16, 128, 128, 8, 8, wgmma=True),
-        T(16, 64, 128, 4, 5),
+        F(16, 32, 256, 6, 2, tma=True),
+        F(16, 32, 512, 6, 2, tma=True),
+        F(16, 64, 256, 4, 4, tma=True),
+        F(16, 64, 512, 4, 4, tma=True),
+        F(16, 64, 512, 4, 4, tma=True, wgmma=True),
+        F(16, 128, 256, 5, 8, tma=True, wgmma=True),
+        T(16, 64, 256, 4, 5),
     ],
     32: [
         F(32, 32, 128, 6, 2),
@@ -61,28 +77,45 @@ TILES: dict[int, list[F | T]] = {
         F(32, 64, 128, 6, 4, wgmma=True),
         F(32, 64, 256, 5, 4, wgmma=True),
         F(32, 128, 128, 6, 8, wgmma=True),
+        F(32, 32, 256, 6, 2, tma=True),
+        F(32, 64, 256, 6, 4, tma=True),
+        F(32, 64, 256, 6, 4, tma=True, wgmma=True),
+        F(32, 128, 256, 4, 8, tma=True, wgmma=True),
+        T(32, 64, 128, 4, 6),
     ],
     64: [
         F(64, 32, 128, 6, 2),
         F(64, 64, 128, 5, 4),
-        F(64, 128, 128, 4, 8),
         F(64, 64, 128, 6, 4, wgmma=True),
         F(64, 64, 256, 4, 4, wgmma=True),
         F(64, 128, 128, 6, 8, wgmma=True),
-        F(64, 128, 64, 6, 8, wgmma=True),
+        F(64, 32, 128, 8, 2, tma=True),
+        F(64, 64, 256, 4, 4, tma=True, wgmma=True),
+        F(64, 128, 128, 6, 8, tma=True, wgmma=True),
+        F(64, 128, 128, 4, 8, tma=True, wgmma=True),
+        T(64, 64, 128, 4, 6),
+        T(64, 128, 128, 8, 5),
     ],
     128: [
         F(128, 64, 128, 4, 4, wgmma=True),
         F(128, 128, 128, 4, 8, wgmma=True),
         F(128, 128, 64, 6, 8, wgmma=True),
-        F(64, 64, 128, 6, 4, wgmma=True),
         F(64, 128, 128, 6, 8, wgmma=True),
-        T(128, 128, 64, 8, 3),
-        T(64, 64, 128, 4, 4),
+        F(128, 64, 128, 5, 4, tma=True, wgmma=True),
+        F(128, 128, 128, 4, 8, tma=True, wgmma=True),
+        F(64, 64, 256, 4, 4, tma=True, wgmma=True),
+        T(128, 128, 64, 8, 4),
+        T(64, 64, 128, 4, 5),
     ],
 }
 ALL = [tile for tiles in TILES.values() for tile in tiles]
-FLOAT16 = [F(8, 32, 256, 6, 2), F(64, 64, 128, 6, 4, wgmma=True), T(128, 128, 64, 8, 3)]
+ALL += [
+    F(8, 64, 256, 6, 4),
+    F(16, 64, 256, 6, 4),
+    F(32, 64, 128, 6, 4),
+    F(64, 64, 128, 6, 4),
+]  # what tile_for gives now
+FLOAT16 = [F(8, 32, 256, 6, 2), F(8, 32, 512, 5, 2, tma=True), F(64, 64, 128, 6, 4, wgmma=True), T(128, 128, 64, 8, 4)]
 PROCESSES = 12
 
 
@@ -91,23 +124,53 @@ def operands(outputs: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.rand(outputs, device="cuda") + 0.5
 
 
+def wanted() -> list[tuple[F | T, torch.dtype, torch.dtype]]:
+    """What is compiled: tile, type of x, type of y."""
+    made: list[tuple[F | T, torch.dtype, torch.dtype]] = []
+    for tile in sorted(dict.fromkeys(ALL), key=lambda tile: getattr(tile, "tma", False)):
+        made += [(tile, torch.bfloat16, torch.bfloat16), (tile, torch.bfloat16, torch.float32)]
+        made += [(tile, torch.float16, torch.float32)] * (tile in FLOAT16)
+    return made
+
+
 def warm(part: int) -> None:
-    """Fill the compile cache with this process's share of the kernels."""
+    """Fill the compile cache with this process's share of the kernels, and run each once: a line for each that ended."""
     codes, scales = operands(512, 4096)
     packed = pack_codes(codes)
-    wanted = [(tile, kind) for tile in dict.fromkeys(ALL) for kind in (torch.bfloat16, torch.float32)]
-    wanted += [(tile, torch.float16) for tile in FLOAT16]
-    for tile, kind in wanted[part::PROCESSES]:
-        x = probing_rows(tile.tokens, 4096, codes.device, torch.float16 if kind == torch.float16 else torch.bfloat16)
-        y = torch.empty(tile.tokens, 512, device="cuda", dtype=torch.float32 if kind == torch.float16 else kind)
+    for tile, kind, out in wanted()[part::PROCESSES]:
+        x = probing_rows(tile.tokens, 4096, codes.device, kind)
+        y = torch.empty(tile.tokens, 512, device="cuda", dtype=out)
         try:
             linear_int8(x, packed, scales, y, tile)
+            torch.cuda.synchronize()
+            print("ended", tile, flush=True)
         except Exception as error:
-            print(tile, type(error).__name__, str(error)[:200], flush=True)
+            print(tile, kind, type(error).__name__, str(error)[:200], file=sys.stderr, flush=True)
 
 
-def check_bits(report: Report) -> None:
-    """fp32 results of every tile against the 16-bit kernel's accumulators times the scales."""
+def usable(seconds: float = 75) -> set[str]:
+    """Names of the tiles whose kernels compile, run and end; a process that hangs is killed."""
+    command = [sys.executable, "-m", "benchmarks.gpu_int8", "--warm"]
+    processes = [
+        subprocess.Popen([*command, str(part)], stdout=subprocess.PIPE, text=True) for part in range(PROCESSES)
+    ]
+    until = time.monotonic() + seconds
+    ended: Counter[str] = Counter()
+    for process in processes:
+        try:
+            text = process.communicate(timeout=max(1, until - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = process.communicate()[0]
+        ended.update(line[6:] for line in text.splitlines() if line.startswith("ended "))
+    needed = Counter(str(tile) for tile, _, _ in wanted())
+    left_out = [name for name in needed if ended[name] < needed[name]]
+    print(f"{len(needed) - len(left_out)} of {len(needed)} tiles run; left out:", *left_out, flush=True)
+    return {name for name in needed if name not in left_out}
+
+
+def check_bits(report: Report, good: set[str]) -> set[str]:
+    """fp32 results of every tile against the 16-bit kernel's accumulators times the scales; the names of those equal."""
     wrong: list[str] = []
     checked = 0
     failed: set[F | T] = set()
@@ -119,6 +182,8 @@ def check_bits(report: Report) -> None:
             sums = torch.empty(160, outputs, device="cuda")
             linear(x, codes.to(kind), sums, LinearTile(64, 64, 64, 4, 3))
             for tile in tiles:
+                if str(tile) not in good:
+                    continue
                 for rows in (1, 3, 8, 16, 17, 33, 64, 160):
                     y = torch.full((rows, outputs), float("nan"), device="cuda")
                     try:
@@ -132,10 +197,11 @@ def check_bits(report: Report) -> None:
                         wrong.append(f"{name} {kind} {rows} {tile}")
                         failed.add(tile)
     print(f"bits: {checked} products, {len(wrong)} wrong", *wrong[:12], sep="\n", flush=True)
-    report.put("bits", {"checked": checked, "wrong": wrong, "tiles": len(set(ALL))})
+    report.put("bits", {"checked": checked, "wrong": wrong, "tiles": len(good)})
+    return good - {str(tile) for tile in failed}
 
 
-def sweep(report: Report) -> dict[str, dict[str, float]]:
+def sweep(report: Report, good: set[str]) -> dict[str, dict[str, float]]:
     """Times by shape, rows and tile, weights rotated past the L2."""
     table: dict[str, dict[str, float]] = {}
     for name in NAMES:
@@ -151,7 +217,7 @@ def sweep(report: Report) -> dict[str, dict[str, float]]:
         for rows in ROWS:
             row = {"bf16": graph_time_us(lambda: [layer(x, w, y, rows) for w in w16], copies)}
             for tile in [*TILES[max(8, rows)], tile_for(rows, outputs)]:
-                if str(tile) not in row:
+                if str(tile) not in row and str(tile) in good:
                     try:
                         row[str(tile)] = graph_time_us(
                             lambda: [linear_int8(x[:rows], w, s, y[:rows], tile) for w, s in w8], copies
@@ -160,9 +226,10 @@ def sweep(report: Report) -> dict[str, dict[str, float]]:
                         print(name, rows, tile, type(error).__name__, str(error)[:100], flush=True)
             table[f"{name}/{rows}"] = {key: round(us, 2) for key, us in row.items()}
             best = sorted((us, key) for key, us in row.items() if key != "bf16")[:4]
+            now = row.get(str(tile_for(rows, outputs)), 0.0)
             floor = outputs * depth / report.data["copy_bytes_per_s"] * 1e6
             print(
-                f"{name:8}{rows:4} rows: floor {floor:5.1f} bf16 {row['bf16']:6.1f} now {row[str(tile_for(rows, outputs))]:6.1f}",
+                f"{name:8}{rows:4} rows: floor {floor:5.1f} bf16 {row['bf16']:6.1f} now {now:6.1f}",
                 *(f"| {us:.1f} {short(key)}" for us, key in best),
                 flush=True,
             )
@@ -204,15 +271,15 @@ def main() -> None:
     if arguments.warm is not None:
         warm(arguments.warm)
         return
-    command = [sys.executable, "-m", "benchmarks.gpu_int8", "--warm"]
-    for process in [subprocess.Popen([*command, str(part)]) for part in range(PROCESSES)]:
-        process.wait()
+    began = time.monotonic()
+    good = usable()
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "int8.json")
     report.put("copy_bytes_per_s", copy_rate())
     use_exact_library()
-    check_bits(report)
-    summary(report, sweep(report))
+    exact = check_bits(report, good)
+    summary(report, sweep(report, exact))
 
 
 if __name__ == "__main__":

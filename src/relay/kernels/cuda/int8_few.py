@@ -13,7 +13,14 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from relay.kernels.cuda.launch import launch_options, pdl_enabled
 
@@ -29,6 +36,7 @@ class FewTile:
     warps: int = 2
     chunk: int = 64  # k per load from shared memory
     wgmma: bool = False  # needs 64 outputs for every 4 warps, and Hopper
+    tma: bool = False  # bytes come by the bulk copy engine; Hopper and later
     early: bool = True  # ask for the first weights before waiting for the previous kernel
 
 
@@ -109,6 +117,40 @@ def _copy_rows(ring, slot, x_at, step, rows, K, EVEN: gl.constexpr, LAYOUT: gl.c
     async_copy.async_copy_global_to_shared(ring.index(slot), x_at + step * DEPTH, mask=mask)
 
 
+@gluon.jit
+def _multiply(acc, words, rows, CHUNK: gl.constexpr, WGMMA: gl.constexpr):
+    """Feed a step's k to the sums: packed words [outputs / 16, 4 k] and rows [tokens, k] in shared memory."""
+    DEPTH: gl.constexpr = rows.shape[1]
+    SUMS: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    right = rows.permute((1, 0))
+    if WGMMA:
+        sums = acc
+        for part in gl.static_range(DEPTH // CHUNK):
+            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), rows.dtype, LEFT)
+            sums = warpgroup_mma(left, right.slice(part * CHUNK, CHUNK, 0), sums, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[sums])
+    else:
+        for part in gl.static_range(DEPTH // CHUNK):
+            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), rows.dtype, LEFT)
+            acc = mma_v2(left, right.slice(part * CHUNK, CHUNK, 0).load(RIGHT), acc)
+    return acc
+
+
+@gluon.jit
+def _scale_and_store(acc, scales, y, M, N, y_stride):
+    OUTPUTS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    SUMS: gl.constexpr = acc.type.layout
+    n = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, SUMS))
+    t = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
+    s = gl.load(scales + n, mask=n < N, other=0.0)
+    out = y + (t.to(gl.int64) * y_stride)[None, :] + n[:, None]
+    gl.store(out, (acc * s[:, None]).to(y.dtype.element_ty), mask=(t < M)[None, :] & (n < N)[:, None])
+
+
 @gluon.jit(do_not_specialize=["M"])
 def few_kernel(
     x, w, scales, y, M, N, K, x_stride, y_stride,
@@ -123,15 +165,14 @@ def few_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         [3 if WGMMA else 2, 0], [WARPS, 1], [16, TOKENS, 16] if WGMMA else [16, 8]
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if WGMMA:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    else:
-        SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    SHARED: gl.constexpr = (
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        if WGMMA
+        else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     x_ring = gl.allocate_shared_memory(TYPE, [STAGES, TOKENS, DEPTH], SHARED)
 
     k_words = (K + 31) // 32 * 128
@@ -160,18 +201,7 @@ def few_kernel(
         async_copy.wait_group(STAGES - 2)
         if WGMMA:
             fence_async_shared()
-        w_slot = w_ring.index(slot)
-        x_slot = x_ring.index(slot).permute((1, 0))
-        if WGMMA:
-            sums = acc
-            for part in gl.static_range(DEPTH // CHUNK):
-                left = _floats(w_slot.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), TYPE, LEFT)
-                sums = warpgroup_mma(left, x_slot.slice(part * CHUNK, CHUNK, 0), sums, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[sums])
-        else:
-            for part in gl.static_range(DEPTH // CHUNK):
-                left = _floats(w_slot.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), TYPE, LEFT)
-                acc = mma_v2(left, x_slot.slice(part * CHUNK, CHUNK, 0).load(RIGHT), acc)
+        acc = _multiply(acc, w_ring.index(slot), x_ring.index(slot), CHUNK, WGMMA)
         ahead = step + STAGES - 1
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
         if ahead < steps:
@@ -180,11 +210,72 @@ def few_kernel(
         async_copy.commit_group()
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
-    n = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, SUMS))
-    t = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
-    s = gl.load(scales + n, mask=n < N, other=0.0)
-    out = y + (t.to(gl.int64) * y_stride)[None, :] + n[:, None]
-    gl.store(out, (acc * s[:, None]).to(y.dtype.element_ty), mask=(t < M)[None, :] & (n < N)[:, None])
+    _scale_and_store(acc, scales, y, M, N, y_stride)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def few_tma_kernel(
+    x, w, scales, y, M, N, K, y_stride,
+    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    WGMMA: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As ``few_kernel`` with descriptors x [M, K] and w [cdiv(N, 16), cdiv(K, 32), 128]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = OUTPUTS * DEPTH + TOKENS * DEPTH * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3 if WGMMA else 2, 0], [WARPS, 1], [16, TOKENS, 16] if WGMMA else [16, 8]
+    )
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS // 16, DEPTH // 32, 128], w.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, DEPTH], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    tile = gl.program_id(0) * (OUTPUTS // 16)
+    m = gl.program_id(1) * TOKENS
+    steps = (K + DEPTH - 1) // DEPTH
+    if EARLY:
+        for step in gl.static_range(STAGES):
+            mbarrier.expect(bars.index(step), BYTES, pred=step < steps)
+            tma.async_copy_global_to_shared(
+                w, [tile, step * (DEPTH // 32), 0], bars.index(step), w_ring.index(step), pred=step < steps
+            )
+    _wait_for_predecessor(PDL)
+    for step in gl.static_range(STAGES):
+        if not EARLY:
+            mbarrier.expect(bars.index(step), BYTES, pred=step < steps)
+            tma.async_copy_global_to_shared(
+                w, [tile, step * (DEPTH // 32), 0], bars.index(step), w_ring.index(step), pred=step < steps
+            )
+        tma.async_copy_global_to_shared(x, [m, step * DEPTH], bars.index(step), x_ring.index(step), pred=step < steps)
+    acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, SUMS)
+    slot = 0
+    phase = 0
+    for step in range(steps):
+        bar = bars.index(slot)
+        mbarrier.wait(bar, phase)
+        words = w_ring.index(slot).reshape((OUTPUTS // 16, DEPTH * 4))
+        acc = _multiply(acc, words, x_ring.index(slot), CHUNK, WGMMA)
+        gl.thread_barrier()
+        ahead = step + STAGES
+        mbarrier.expect(bar, BYTES, pred=ahead < steps)
+        tma.async_copy_global_to_shared(
+            w, [tile, ahead * (DEPTH // 32), 0], bar, w_ring.index(slot), pred=ahead < steps
+        )
+        tma.async_copy_global_to_shared(x, [m, ahead * DEPTH], bar, x_ring.index(slot), pred=ahead < steps)
+        last = slot == STAGES - 1
+        slot = gl.where(last, 0, slot + 1)
+        phase = gl.where(last, phase ^ 1, phase)
+    _scale_and_store(acc, scales, y, M, N, y_stride)
+
+
+def layouts() -> tuple[gl.NVMMASharedLayout, gl.NVMMASharedLayout]:
+    """Shared memory of x (128-byte swizzle of 16-bit rows) and of packed words (as they lie)."""
+    return (
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3),
+    )
 
 
 def few(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, tile: FewTile) -> None:
@@ -192,7 +283,33 @@ def few(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor,
     rows, depth = x.shape
     outputs = scales.shape[0]
     pdl = pdl_enabled()
-    few_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.tokens))](
+    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.tokens))
+    if tile.tma:
+        x_layout, w_layout = layouts()
+        few_tma_kernel[grid](
+            TensorDescriptor.from_tensor(x, [tile.tokens, tile.depth], x_layout),
+            TensorDescriptor.from_tensor(
+                w.view(w.shape[0], -1, 128), [tile.outputs // 16, tile.depth // 32, 128], w_layout
+            ),
+            scales,
+            y,
+            rows,
+            outputs,
+            depth,
+            y.stride(0),
+            TOKENS=tile.tokens,
+            OUTPUTS=tile.outputs,
+            DEPTH=tile.depth,
+            CHUNK=tile.chunk,
+            STAGES=tile.stages,
+            WGMMA=tile.wgmma,
+            EARLY=tile.early,
+            PDL=pdl,
+            num_warps=tile.warps,
+            **launch_options(pdl),
+        )
+        return
+    few_kernel[grid](
         x,
         w,
         scales,

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from relay.kernels.cuda.int8_few import _BF16, _FP16, _PAIRS, FewTile, few
 from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.linear import LinearTile, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +34,19 @@ class Int8Tile:
 
 
 @triton.jit
-def _floats(words, TYPE: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PLAIN: tl.constexpr):
+def _floats(words, TYPE: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):
     """Packed words [OUTPUTS / 16, 4 * DEPTH] as [OUTPUTS, DEPTH] of TYPE."""
-    if PLAIN:
-        pairs = tl.join(tl.join((words << 24) >> 24, (words << 16) >> 24), tl.join((words << 8) >> 24, words >> 24))
-        pairs = pairs.to(tl.float32).to(TYPE)  # [.., row + 8, k]
-        split = tl.reshape(pairs, (OUTPUTS // 16, DEPTH // 32, 8, 4, 2, 2, 2, 2))  # tile, 32 k, row, k pair, 16 k, k + 8
-        ordered = tl.permute(split, (0, 6, 2, 1, 4, 5, 3, 7))
+    if tl.bfloat16 == TYPE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _BF16, _PAIRS, [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
-        if tl.bfloat16 == TYPE:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _BF16, _PAIRS, [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _FP16, _PAIRS, [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-            )
-        pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., row + 8, k + 8]
-        split = tl.reshape(pairs, (OUTPUTS // 16, DEPTH // 32, 8, 4, 2, 2, 2, 2))  # tile, 32 k, row, k pair, 16 k, k
-        ordered = tl.permute(split, (0, 6, 2, 1, 4, 7, 3, 5))
-    return tl.reshape(ordered, (OUTPUTS, DEPTH))
+        a, b, c, d = tl.inline_asm_elementwise(
+            _FP16, _PAIRS, [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., row + 8, k + 8]
+    split = tl.reshape(pairs, (OUTPUTS // 16, DEPTH // 32, 8, 4, 2, 2, 2, 2))  # tile, 32 k, row, k pair, 16 k, k
+    return tl.reshape(tl.permute(split, (0, 6, 2, 1, 4, 7, 3, 5)), (OUTPUTS, DEPTH))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -71,7 +65,6 @@ def linear_int8_kernel(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[M, N] of x[M, K] (row stride x_stride) and packed w [cdiv(N, 16), cdiv(K, 32) * 128]; weights are the left operand."""
@@ -92,7 +85,7 @@ def linear_int8_kernel(
         else:
             right = tl.load(x_at + k0, mask=(m[:, None] < M) & (k0 + k < K)[None, :], other=0.0)
             q = tl.load(w_at + k0 * 4, mask=(k0 * 4 + word < words)[None, :], other=0)
-        left = _floats(q, x.dtype.element_ty, OUTPUTS, DEPTH, PLAIN)
+        left = _floats(q, x.dtype.element_ty, OUTPUTS, DEPTH)
         acc = tl.dot(left, tl.trans(right), acc)
     s = tl.load(scales + n, mask=n < N, other=0.0)
     out = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
@@ -101,17 +94,32 @@ def linear_int8_kernel(
 
 def tile_for(rows: int, outputs: int) -> Int8Tile | FewTile:
     """Narrow where few outputs must still fill the chip. Not tuned on a GPU yet."""
-    if rows > 64 or INTERPRETED:
-        return Int8Tile(128, 128, warps=8, stages=3)
+    if torch.cuda.get_device_capability()[0] != 9:
+        return tile_elsewhere(rows)
+    if rows > 64:
+        return FewTile(128, 128, stages=4, depth=128, warps=8, wgmma=True)
     wide = 32 if outputs <= 8192 else 64
     tokens = 8 if rows <= 8 else max(16, triton.next_power_of_2(rows))
     return FewTile(tokens, wide, warps=wide // 16) if tokens <= 16 else FewTile(tokens, 64, depth=128, warps=4)
 
 
+def tile_elsewhere(rows: int) -> FewTile:
+    """For GPUs without Hopper's instructions or with 99 KiB of shared memory."""
+    tokens = 8 if rows <= 8 else min(64, max(16, triton.next_power_of_2(rows)))
+    return FewTile(tokens, 64, depth=128, stages=3, warps=4)
+
+
 def linear_int8(
-    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, tile: Int8Tile | FewTile
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, tile: Int8Tile | FewTile | None = None
 ) -> None:
     """Write the product of x[M, K] and packed w with fp32 ``scales`` [N] into ``y`` [M, N] (16-bit, or fp32 to see it)."""
+    if INTERPRETED:  # it has no tensor-core registers to fill
+        codes = unpack_codes(w)[: scales.shape[0], : x.shape[1]]
+        sums = torch.empty(y.shape, dtype=torch.float32)
+        linear(x, codes.to(x.dtype), sums, LinearTile(16, 16, 32))
+        y.copy_(sums * scales)
+        return
+    tile = tile or tile_for(x.shape[0], scales.shape[0])
     if isinstance(tile, FewTile):
         few(x, w, scales, y, tile)
         return
@@ -133,7 +141,6 @@ def linear_int8(
         DEPTH=tile.depth,
         EVEN=depth % tile.depth == 0,
         STAGES=tile.stages,
-        PLAIN=INTERPRETED,
         PDL=pdl,
         num_warps=tile.warps,
         **launch_options(pdl),
@@ -152,6 +159,13 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     whole[:n, :k] = codes
     places = whole.view(tiles, 2, 8, steps, 2, 2, 4, 2)  # tile, row + 8, row, 32 k, 16 k, k + 8, k pair, k
     return places.permute(0, 3, 2, 6, 4, 5, 7, 1).reshape(tiles, -1).view(torch.int32)
+
+
+def unpack_codes(words: torch.Tensor) -> torch.Tensor:
+    """int8 [16 tiles, 32 steps] of ``pack_codes``'s words [tiles, steps * 128]."""
+    tiles = words.shape[0]
+    places = words.view(torch.int8).view(tiles, -1, 8, 4, 2, 2, 2, 2)
+    return places.permute(0, 7, 2, 1, 4, 5, 3, 6).reshape(tiles * 16, -1)
 
 
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
