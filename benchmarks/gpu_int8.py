@@ -116,6 +116,7 @@ ALL += [
     F(64, 64, 128, 6, 4),
 ]  # what tile_for gives now
 FLOAT16 = [F(8, 32, 256, 6, 2), F(8, 32, 512, 5, 2, tma=True), F(64, 64, 128, 6, 4, wgmma=True), T(128, 128, 64, 8, 4)]
+RAGGED = FLOAT16 + [tile for tile in dict.fromkeys(ALL) if isinstance(tile, F) and tile.tma]
 PROCESSES = 12
 
 
@@ -142,6 +143,10 @@ def warm(part: int) -> None:
         y = torch.empty(tile.tokens, 512, device="cuda", dtype=out)
         try:
             linear_int8(x, packed, scales, y, tile)
+            if tile in RAGGED and out == torch.float32:  # other constants: compiled once more
+                codes_, scales_ = operands(1008, 1120)
+                x = probing_rows(tile.tokens, 1120, codes.device, kind)
+                linear_int8(x, pack_codes(codes_), scales_, torch.empty(tile.tokens, 1008, device="cuda"), tile)
             torch.cuda.synchronize()
             print("ended", tile, flush=True)
         except Exception as error:
@@ -174,7 +179,7 @@ def check_bits(report: Report, good: set[str]) -> set[str]:
     wrong: list[str] = []
     checked = 0
     failed: set[F | T] = set()
-    for name, (outputs, depth) in {**{n: SHAPES[n] for n in ("o", "down")}, "ragged": (1000, 1120)}.items():
+    for name, (outputs, depth) in {**{n: SHAPES[n] for n in ("o", "down")}, "ragged": (1008, 1120)}.items():
         codes, scales = operands(outputs, depth)
         packed = pack_codes(codes)
         for kind, tiles in ((torch.bfloat16, list(dict.fromkeys(ALL))), (torch.float16, FLOAT16)):
@@ -182,7 +187,7 @@ def check_bits(report: Report, good: set[str]) -> set[str]:
             sums = torch.empty(160, outputs, device="cuda")
             linear(x, codes.to(kind), sums, LinearTile(64, 64, 64, 4, 3))
             for tile in tiles:
-                if str(tile) not in good:
+                if str(tile) not in good or (name == "ragged" and tile not in RAGGED):
                     continue
                 for rows in (1, 3, 8, 16, 17, 33, 64, 160):
                     y = torch.full((rows, outputs), float("nan"), device="cuda")
