@@ -12,7 +12,7 @@ from relay.models.config import ModelConfig
 from relay.models.hf_config import parse_config
 from relay.models.hf_tokenizer import optional_json, read_json, read_tokenizer_files
 from relay.models.layout import weight_items
-from relay.models.safetensors_file import SafetensorsFile
+from relay.models.safetensors_file import SafetensorsFile, TensorPlace
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,6 +78,10 @@ class SafetensorsSource:
         if tensor.dtype == np.uint16:
             return (tensor.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return tensor.astype(np.float32)
+
+    def place(self, name: str) -> TensorPlace:
+        """Where ``matrix`` and ``vector`` read. Raises as they do."""
+        return self._files[file_name(name)].place(file_name(name))
 
     def _tensor(self, name: str) -> np.ndarray:
         return self._files[file_name(name)].tensor(file_name(name))
