@@ -231,10 +231,12 @@ def test_rot_that_leaves_the_times_is_found_by_reading(tmp_path: Path, monkeypat
     model = direct(folder, tmp_path / "cache")
     status = (folder / "model.safetensors").stat()
     with (folder / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+        embed = model.pack.in_files("embed")
+        assert embed is not None
+        file.seek(embed.parts[0].offset)
+        first = file.read(1)[0]
+        file.seek(embed.parts[0].offset)
+        file.write(bytes([first ^ 1]))
     os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
     monkeypatch.setattr("relay.kernels.model_files.ModelFile.check", lambda *arguments: None)
     direct(folder, tmp_path / "cache")
