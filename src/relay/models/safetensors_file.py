@@ -39,7 +39,7 @@ class SafetensorsFile:
             self._refuse("truncated: the header is incomplete")
         try:
             header = json.loads(self._data[8 : self._start].tobytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptModelError(f"{path}: the header is not JSON ({error})") from error
         if not isinstance(header, dict):
             self._refuse("the header is not a JSON object")
@@ -78,7 +78,8 @@ class SafetensorsFile:
         try:
             begin, end = entry["data_offsets"]
             shape, dtype = entry["shape"], entry["dtype"]
-            sound = 0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+            sound = all(type(number) is int for number in (begin, end, *shape)) and isinstance(dtype, str)
+            sound = sound and 0 <= begin <= end and min(shape, default=0) >= 0
         except (TypeError, KeyError, ValueError):
             self._refuse(f"tensor {name} has a damaged header entry")
         if not sound:
