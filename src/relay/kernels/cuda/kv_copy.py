@@ -216,7 +216,7 @@ class KvTransfers:
         target: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
         """One launch, and the copy of ``flat`` to ``target`` after it: where the sums will be on the host, and the event behind."""
-        plan = Plan(ranges, offsets, kv.shape[4])
+        plan = Plan(ranges, offsets, kv.shape[4], kv.shape[3])
         buffer, index = lane.plans.take(4 * len(plan.words))
         host = buffer[: 4 * len(plan.words)].view(torch.int32)
         host.numpy()[:] = plan.words
@@ -261,4 +261,5 @@ class KvTransfers:
 
 
 def _frame_bytes(kv: torch.Tensor, one: KvRange) -> int:
-    return one.layers * 2 * one.count * kv.shape[3] * kv.shape[5] * 2
+    heads = one.heads[1] if one.heads is not None else kv.shape[3]
+    return one.layers * 2 * one.count * heads * kv.shape[5] * 2
