@@ -272,6 +272,11 @@ def joined(limits, announced):
         (1024, 4096, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
         (2048, 4096, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),  # the last layer waits for none
         (4096, 4096, [[], [], [(0, 3, 0, 16)]]),
+        (
+            2048,
+            8192,
+            [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]],
+        ),  # not more than asked for: the first would wait for the last
         (2048, 2048, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),
         (1024, 1024, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
     ],
@@ -295,7 +300,21 @@ def test_layers_that_are_not_alike_do_not_join():
     for layer in range(3):
         machine.written(layer, 0, TOKENS)
     frame = machine.next_frame().header
-    assert (frame.layer, frame.layers, frame.first_token, frame.token_count) == (0, 3, 16, 24)
+    assert (frame.layer, frame.layers, frame.first_token, frame.token_count) == (0, 2, 16, 24)
+
+
+def test_once_all_is_computed_a_frame_takes_what_it_can_carry():
+    limits = TransferLimits(256, 8192, 16384, join_bytes=1024)
+    for most, expected in ((None, [(0, 3)]), (5120, [(0, 2), (2, 1)]), (1024, [(0, 1), (1, 1), (2, 1)])):
+        machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, limits, 0)
+        machine.link_opened(0, most)
+        machine.next_frame()  # the probe
+        for layer in range(3):
+            machine.written(layer, 0, TOKENS)
+        machine.hand_off(HANDOFF, 0)
+        frames = [machine.next_frame().header for _ in expected]
+        assert [(frame.layer, frame.layers) for frame in frames] == expected, most
+        assert all(frame.payload_bytes <= (most or 8192) for frame in frames)
 
 
 def test_a_hole_in_what_p_announces_ends_the_transfer():
@@ -348,7 +367,7 @@ def test_frames_that_do_not_belong(over):
         assert machine.reason.startswith("malformed KV frame")
 
 
-@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 25, 1 << 30)])
+@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 29, 1 << 31)])
 def test_limits_that_could_stall_are_refused(limits):
     with pytest.raises(ValueError, match="bytes"):
         TransferLimits(*limits)

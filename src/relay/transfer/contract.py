@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from relay.kernels.kv_frames import Heads
-from relay.transfer.frame import MAX_KV_BYTES, Handoff, Header, Hello
+from relay.transfer.frame import MAX_DEVICE_KV_BYTES, Handoff, Header, Hello
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -64,7 +64,8 @@ class Identity:
 class TransferLimits:
     """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
     ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
-    layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes; 0: one layer a frame."""
+    layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes, up to ``max_frame_bytes`` once all is
+    computed; 0: one layer a frame. A connection may carry less in a frame (``Channel.most_kv_bytes``)."""
 
     min_frame_bytes: int = 1 << 19
     max_frame_bytes: int = 1 << 20
@@ -77,8 +78,10 @@ class TransferLimits:
 
     def __post_init__(self) -> None:
         # Credit comes back in halves of the window, so a frame must fit beside a half that is not yet credited.
-        if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_KV_BYTES:
-            raise ValueError(f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_KV_BYTES}")
+        if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_DEVICE_KV_BYTES:
+            raise ValueError(
+                f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_DEVICE_KV_BYTES}"
+            )
         if not 0 <= self.join_bytes <= self.max_frame_bytes:
             raise ValueError(f"layers joined up to {self.join_bytes} bytes in frames of {self.max_frame_bytes} at most")
         if self.max_frame_bytes * 2 > self.window_bytes:

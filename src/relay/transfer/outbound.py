@@ -89,6 +89,7 @@ class OutboundLink:
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
         self._channels: list[Channel] = []
+        self._most_kv_bytes = limits.max_frame_bytes
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
@@ -116,7 +117,7 @@ class OutboundLink:
             now_ns = self._clock.now_ns()
             sender = Sender(order, self._epoch, self._layout, self._limits, now_ns, self._parts)
             if self._opened:
-                sender.link_opened(now_ns)
+                sender.link_opened(now_ns, self._most_kv_bytes)
             self._sendings[order.transfer] = _Sending(sender)
             self._work.notify_all()
             return True
@@ -181,6 +182,7 @@ class OutboundLink:
             channels = self._dial(order)
             with self._lock:
                 self._channels = channels
+                self._most_kv_bytes = min(self._most_kv_bytes, *(channel.most_kv_bytes for channel in channels))
                 closed = self._closed
             if closed:
                 for channel in channels:
@@ -191,7 +193,7 @@ class OutboundLink:
             with self._lock:
                 self._opened = True
                 for sending in self._sendings.values():
-                    sending.sender.link_opened(self._clock.now_ns())
+                    sending.sender.link_opened(self._clock.now_ns(), self._most_kv_bytes)
             self._apart = len(channels) > 1
             picks = [self._pick] if not self._apart else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
             others = [
@@ -220,7 +222,7 @@ class OutboundLink:
 
     def _write(self, channel: Channel, pick: Pick) -> None:
         """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
-        room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
+        room = max(self._most_kv_bytes, MAX_CONTROL_BYTES)
         begun: deque[_Begun] = deque()
         self._store.register(channel.region)
         try:

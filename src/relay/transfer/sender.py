@@ -1,8 +1,9 @@
 """P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
 
 Ranges arrive per layer in ascending order and leave as frames of 512 KB to 1 MB: smaller ranges wait for more of their layer
-unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range
-of several layers. Where heads lie in several places (those of ranks), each of these *parts* has frames of its own.
+unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range of several layers, but not of so many that
+the first of them would wait for long for the last to be computed.
+Where heads lie in several places (those of ranks), each of these *parts* has frames of its own.
 Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
 """
 
@@ -69,19 +70,18 @@ class Outgoing(NamedTuple):
     payload: bytes | None
 
 
-def frame_tokens(limits: TransferLimits, token_bytes: int) -> int:
+def frame_tokens(most_bytes: int, token_bytes: int) -> int:
     """The most tokens of a layer that one frame carries."""
-    most = limits.max_frame_bytes // token_bytes
+    most = most_bytes // token_bytes
     return max(1, most // UNIT * UNIT or most)
 
 
 class _Part:
     """Some of the heads: how far each layer of them was sent."""
 
-    def __init__(self, heads: Heads, first: int, layout: Layout, limits: TransferLimits) -> None:
+    def __init__(self, heads: Heads, first: int, layout: Layout) -> None:
         self.heads = heads
         self.token_bytes = heads[1] * layout.head_bytes
-        self.frame_tokens = frame_tokens(limits, self.token_bytes)
         self.sent = [first] * layout.num_layers
         self.is_ready = [False] * layout.num_layers
 
@@ -111,9 +111,10 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
+        self._most_kv_bytes = limits.max_frame_bytes
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
-        self._parts = [_Part(heads, self._first, layout, limits) for heads in parts or ((0, layout.num_kv_heads),)]
+        self._parts = [_Part(heads, self._first, layout) for heads in parts or ((0, layout.num_kv_heads),)]
         self._layers_unsent = layout.num_layers * len(self._parts) if self._first < order.num_tokens else 0
         self._ready: deque[tuple[_Part, int]] = deque()
         self._bytes_credited = 0
@@ -229,8 +230,10 @@ class Sender:
             self._abort_due = True
         self._probe_due = self._probe_due or verdict.probe
 
-    def link_opened(self, now_ns: int) -> None:
-        """The first frame may go: tell D at once that P is there, even if the prompt waits in a queue."""
+    def link_opened(self, now_ns: int, most_kv_bytes: int | None = None) -> None:
+        """The first frame may go, with so much KV at most: tell D at once that P is there, even if the prompt waits in a queue."""
+        if most_kv_bytes is not None:
+            self._most_kv_bytes = min(self.limits.max_frame_bytes, most_kv_bytes)
         self.watchdog.restart(now_ns)
         self._probe_due = True
 
@@ -246,8 +249,9 @@ class Sender:
         part, layer = self._ready[0]
         first = part.sent[layer]
         pending = self._written[layer] - first
-        frames = -(-pending // part.frame_tokens)
-        count = min(pending, part.frame_tokens, -(-pending // frames // UNIT) * UNIT)
+        most = frame_tokens(self._most_kv_bytes, part.token_bytes)
+        frames = -(-pending // most)
+        count = min(pending, most, -(-pending // frames // UNIT) * UNIT)
         layers = self._joined(part, layer, first, count)
         size = layers * count * part.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited
@@ -282,12 +286,14 @@ class Sender:
         if not self.limits.join_bytes:
             return 1
         each = count * part.token_bytes
-        most = max(1, min(self.limits.max_frame_bytes // each, self.layout.num_layers - layer))
+        joined = min(self.limits.join_bytes, self._most_kv_bytes)
+        limit = joined if self._handoff is None else self._most_kv_bytes
+        most = max(1, min(limit // each, self.layout.num_layers - layer))
         layers, end = 1, first + count
         while layers < most and part.sent[layer + layers] == first and self._written[layer + layers] >= end:
             layers += 1
         to_come = layers < most and self._written[layer + layers] < end
-        return 0 if to_come and layers * each < self.limits.join_bytes else layers
+        return 0 if to_come and layers * each < joined else layers
 
     def _control(self, kind: Kind, payload: bytes, first: int = 0, count: int = 0, flags: int = 0) -> Outgoing:
         header = Header(

@@ -14,6 +14,7 @@ class StreamChannel:
     """A connected socket as a ``Channel``. Buffers grow to the largest payload and are used again."""
 
     region: memoryview | None = None
+    most_kv_bytes = 4 << 20  # larger ones leave D idle while they come
 
     def __init__(self, sock: socket.socket, peer: str, scheme: str) -> None:
         self.peer = peer

@@ -7,6 +7,7 @@ the frames'. Frames and caches may lie in memory of another process or another G
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,18 +121,19 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     """
     _, _, _, heads, block_size, dim = kv.shape
     sums = words[: 2 * plan.frames].view(torch.int64)
-    move_kernel[plan.grid](
-        kv.view(torch.int32),
-        flat.view(torch.int32),
-        words[plan.start :],
-        sums,
-        kv.stride(0) // 32,
-        kv.stride(1) // 32,
-        HEADS=heads,
-        WORDS=dim // 2,
-        BLOCK=block_size,
-        TILE=TOKENS,
-        ROW=triton.next_power_of_2(heads * dim // 2),
-        STORE=store,
-    )
+    described = words[plan.start :]
+    memory = (kv.view(torch.int32), flat.view(torch.int32), described, sums)
+    assert all(one.data_ptr() % 16 == 0 for one in memory), "the kernel is compiled for memory at multiples of 16 bytes"
+    strides = (kv.stride(0) // 32, kv.stride(1) // 32)
+    constants = (heads, dim // 2, block_size, TOKENS, triton.next_power_of_2(heads * dim // 2), store)
+    compiled = _compiled.get((kv.device, *constants))
+    if compiled is not None:
+        compiled[plan.grid](*memory, *strides, *constants)
+    else:
+        _compiled[kv.device, *constants] = move_kernel[plan.grid](*memory, *strides, *constants)
     return sums
+
+
+_compiled: dict[
+    tuple[Any, ...], Any
+] = {}  # launched without looking at the arguments again: half of a frame's processor time
