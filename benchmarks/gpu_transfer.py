@@ -3,9 +3,9 @@
 ``python -m benchmarks.gpu_transfer --out FILE [--transport shm,tcp,ipc] [--tokens 2048,8192] [--target-device cuda:1]``. Production
 transports, backend and canonical copies, random weights of 8B shape; both processes load once and serve every row. Three orders in
 turn: layer by layer while the prompt is computed (in chunks of 2,048), all layers after its first token is drawn, and nothing (D
-holds every token already). Exposed: from the draw on P to D's "complete" (both clocks are CLOCK_MONOTONIC of one machine), less that
-of nothing, which is the handoff alone; noise: half the spread of nothing. After each row D's KV is compared with P's, byte by byte,
-by the digests of every layer.
+holds every token already). Exposed: from the draw on P to D's "complete" (both clocks are CLOCK_MONOTONIC of one machine), less
+that of nothing, which is the handoff alone; noise: half the spread of nothing. After each row D's KV is compared with P's, byte by
+byte, by the digests of every layer.
 """
 
 import argparse

@@ -73,6 +73,8 @@ class FakeStream(ArrayStore):
         self.stage_depth = depth
         self.delay_s = delay_s
         self.pinned = []
+        self.allocated = []
+        self.places = []
         self.log = []
         self.together = []  # frames of each collect
         self.most_under_way = 0
@@ -88,7 +90,14 @@ class FakeStream(ArrayStore):
     def unregister(self, region):
         self.pinned.remove(region)
 
+    def allocate(self, size):
+        one = bytearray(size)
+        self.allocated.append(one)
+        return memoryview(one)
+
     def stage(self, one, out):
+        self.places.append(out.obj if isinstance(out, memoryview) else None)
+
         def work():
             target = bytes_of(out)
             read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
@@ -245,6 +254,21 @@ class Lying:
 
     def wait(self):
         return [digest ^ 1 for digest in self.copy.wait()]
+
+
+def test_frames_over_tcp_lie_in_memory_of_the_device_s_choice():
+    pair = DevicePair("tcp", 2)
+    try:
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+        source, target = pair.stores
+        assert source.places
+        assert all(any(place is one for one in source.allocated) for place in source.places)
+        assert target.allocated
+    finally:
+        pair.close()
 
 
 def test_the_ring_is_pinned_at_both_ends_while_it_lives():

@@ -6,6 +6,9 @@ from typing import Protocol
 from relay.kernels.kv_frames import Place
 from relay.transfer.frame import MAX_CONTROL_BYTES, MAX_KV_BYTES, Checksum, Header, Kind, parse, seal, verify
 
+Allocate = Callable[[int], memoryview]
+"""So many bytes, writable, their contents undefined."""
+
 
 class ChannelClosed(Exception):
     """The connection is gone; the text says how it ended."""
@@ -26,6 +29,10 @@ class Channel(Protocol):
     scheme: str  # "tcp" or "shm"
     region: memoryview | None  # memory both ends map, if that is what payloads lie in
     most_kv_bytes: int  # worth sending in one frame; more than MAX_KV_BYTES may come only where this is more
+
+    def lend(self, allocate: Allocate) -> None:
+        """KV payloads that this end alone holds shall lie in memory that ``allocate`` gives, as a device copies there faster."""
+        ...
 
     def await_room(self, size: int) -> None:
         """Wait until ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""

@@ -224,7 +224,7 @@ class OutboundLink:
         """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
         room = max(self._most_kv_bytes, MAX_CONTROL_BYTES)
         begun: deque[_Begun] = deque()
-        self._store.register(channel.region)
+        self._store.prepare(channel)
         try:
             while True:
                 # Room comes before the pick: a picked frame's blocks may not be taken away until they are copied.
@@ -246,7 +246,7 @@ class OutboundLink:
         finally:
             for left in begun:  # a copy that still runs writes to memory that is about to go
                 self._end_copy(left)
-            self._store.unregister(channel.region)
+            self._store.forget(channel)
             channel.release()
 
     def _wake_bulk(self, count: int) -> None:

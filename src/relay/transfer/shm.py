@@ -16,7 +16,7 @@ import socket
 import time
 from collections import deque
 
-from relay.transfer.channel import ChannelClosed
+from relay.transfer.channel import Allocate, ChannelClosed
 from relay.transfer.frame import FrameError
 from relay.transfer.ring import (
     ALIGNMENT,
@@ -97,6 +97,9 @@ class Counted:
         self._poll = select.poll()
         self._poll.register(counter.number, select.POLLIN)
         self._poll.register(self._socket.number, select.POLLRDHUP)
+
+    def lend(self, allocate: Allocate) -> None:
+        """KV lies in memory that both ends have."""
 
     @property
     def _patience_s(self) -> float:

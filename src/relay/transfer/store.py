@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from relay.kernels.kv_frames import Heads, KvRange, Place, Span, payload_digest
+from relay.transfer.channel import Channel
 from relay.transfer.contract import KvStore, Layout, read_frame_kv, write_frame_kv
 from relay.transfer.frame import FLAG_DIGEST, Checksum, Header
 
@@ -44,6 +45,10 @@ class StagedStore(Protocol):
         ...
 
     def unregister(self, region: memoryview) -> None: ...
+
+    def allocate(self, size: int) -> memoryview:
+        """Pinned memory to copy from and to, as long as it is referenced."""
+        ...
 
     def stage(self, one: KvRange, out: Place) -> Copying: ...
 
@@ -93,14 +98,17 @@ class ChecksummedStore:
         """Frames worth having under way at once: one where copying is done by the calling thread itself."""
         return 1 if self._staged is None else max(1, self._staged.stage_depth)
 
-    def register(self, region: memoryview | None) -> None:
-        """Shared memory that frames will be copied from or to."""
-        if self._staged is not None and region is not None:
-            self._staged.register(region)
+    def prepare(self, channel: Channel) -> None:
+        """Frames will be copied from or to memory of ``channel``."""
+        if self._staged is not None:
+            channel.lend(self._staged.allocate)
+            if channel.region is not None:
+                self._staged.register(channel.region)
 
-    def unregister(self, region: memoryview | None) -> None:
-        if self._staged is not None and region is not None:
-            self._staged.unregister(region)
+    def forget(self, channel: Channel) -> None:
+        """None is copied any more."""
+        if self._staged is not None and channel.region is not None:
+            self._staged.unregister(channel.region)
 
     def read(self, header: Header, block_table: np.ndarray, out: Place) -> Reading:
         """Begin to fill ``out`` with the payload that ``header`` names."""

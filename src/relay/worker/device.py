@@ -37,8 +37,8 @@ class Flow:
 
 
 def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
-    """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
-    if spec.transport != "ipc" or spec.backend != "cuda":
+    """CUDA IPC, which goes before the other wires. Raises UsageError where it was asked for by name and cannot be."""
+    if spec.transport not in ("auto", "ipc") or spec.backend != "cuda" or (spec.ranks > 1 and spec.transport == "auto"):
         return []
     if spec.ranks > 1:
         raise UsageError(
@@ -51,7 +51,10 @@ def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
         memory = DeviceMemory(spec.device)
         return [IpcWire(host_identity, memory, area_bytes(memory.total_bytes()))]
     except SharingFailed as error:
-        raise UsageError(f"--transport ipc: {error}") from error
+        if spec.transport == "ipc":
+            raise UsageError(f"--transport ipc: {error}") from error
+        print(f"KV goes through host memory: {error}", file=sys.stderr, flush=True)
+        return []
 
 
 def area_bytes(total: int) -> int:

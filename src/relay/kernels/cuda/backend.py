@@ -319,6 +319,11 @@ class CudaBackend:
         self._transfers.unregister(region)
 
     @device_errors()
+    def allocate(self, size: int) -> memoryview:
+        """Pinned host memory for frames, as long as it is referenced."""
+        return self._transfers.allocate(size)
+
+    @device_errors()
     def stage(self, one: KvRange, out: Place) -> Moving:
         """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
         assert self._device.kv is not None

@@ -8,6 +8,7 @@ frames that have come are scattered by one. So a device that two processes share
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -172,6 +173,15 @@ class KvTransfers:
         if known:
             torch.cuda.cudart().cudaHostUnregister(address)
 
+    def allocate(self, size: int) -> memoryview:
+        """Pinned memory that copies may go to, as long as it is referenced."""
+        values = pinned(size).numpy()
+        address = values.ctypes.data
+        with self._lock:
+            self._regions[address] = size
+        weakref.finalize(values, self._regions.pop, address, None)
+        return memoryview(values)
+
     def stage(self, kv: torch.Tensor, one: KvRange, out: Place, events: LayerEvents) -> Moving:
         """Begin to copy the frame into ``out``, once its layers are written."""
         lane = self._lane()
@@ -298,7 +308,9 @@ class KvTransfers:
     def _is_pinned(self, out: memoryview) -> bool:
         address = np.frombuffer(out, np.uint8).ctypes.data
         with self._lock:
-            return any(start <= address and address + len(out) <= start + size for start, size in self._regions.items())
+            return any(
+                start <= address and address + len(out) <= start + size for start, size in list(self._regions.items())
+            )
 
     def _lane(self) -> _Lane:
         """The calling thread's."""
