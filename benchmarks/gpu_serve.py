@@ -1,7 +1,8 @@
 """The whole server on a GPU through HTTP: start, text, rate sweep, killed workers.
 
-``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]``.
-Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
+``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]
+[--transport ipc]``. Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
+``--parts ready`` only starts servers, until ``--ready-seconds`` are over; the transport is that of split shapes.
 """
 
 import argparse
@@ -16,15 +17,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.servers import free_port
+from relay.config import TRANSPORTS
 
 READY_TIMEOUT_S = 240.0
+REPORT_S = 0.3  # after which a worker's counters have reached the gateway
+STARTS = 3  # of each shape, at most
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -76,6 +80,10 @@ class Server:
     def __init__(self, url: str, process: "subprocess.Popen[bytes]", ready_s: float, log: Path) -> None:
         self.url, self.process, self.ready_s, self.log = url, process, ready_s, log
         self.port = int(url.rsplit(":", 1)[1])
+
+    def phases(self) -> list[str]:
+        """What workers said of their starts."""
+        return [line for line in self.log.read_text().splitlines() if "KV blocks; ready" in line or "shared" in line]
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
@@ -136,10 +144,10 @@ def serving(
                     break
             time.sleep(0.02)
         print("ready", round(time.perf_counter() - began, 1), flags, flush=True)
-        for line in log.read_text().splitlines():
-            if "KV blocks; ready" in line or "restarting" in line or "shared" in line:
-                print("  ", line, flush=True)
-        yield Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
+        server = Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
+        for line in server.phases():
+            print("  ", line, flush=True)
+        yield server
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -279,17 +287,30 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49000)
     parser.add_argument("--shapes", default="split,colocated")
     parser.add_argument("--streams", type=int, default=48)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="ipc", help="of KV between P and D")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=80.0, help="no start is begun that would end after so long"
+    )
     parser.add_argument("--flags", default="")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     extra = arguments.flags.split()
-    shapes = {"split": ("--prefill", "1", "--decode", "1"), "colocated": ("--prefill", "0", "--decode", "1")}
-    found: dict[str, Any] = {"model": arguments.model, "prompt": arguments.prompt, "new": arguments.new}
+    between = ("--transport", arguments.transport)
+    shapes = {"split": ("--prefill", "1", "--decode", "1", *between), "colocated": ("--prefill", "0", "--decode", "1")}
+    found: dict[str, Any] = {
+        "model": arguments.model,
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "transport": arguments.transport,
+        "flags": extra,
+    }
 
     def keep(key: str, value: Any) -> None:
         found[key] = value
         arguments.out.write_text(json.dumps({**report.provenance(), **found}, indent=1) + "\n")
 
+    if "ready" in parts:
+        starts(arguments.model, between, extra, arguments.ready_seconds, keep)
     for shape in arguments.shapes.split(",") if "sweep" in parts or "text" in parts else []:
         with serving(arguments.model, *shapes[shape], *extra) as server:
             keep(f"{shape}/ready_s", round(server.ready_s, 2))
@@ -300,15 +321,15 @@ def main() -> None:
             if "sweep" in parts:
                 asyncio.run(at_rate(server, 4, 2, arguments.prompt, 16, arguments.vocab))  # warm
                 for rate in arguments.rates.split(","):
+                    before = counted(server)
                     row = asyncio.run(
                         at_rate(
                             server, float(rate), arguments.seconds, arguments.prompt, arguments.new, arguments.vocab
                         )
                     )
-                    keep(f"{shape}/rate {rate}", row)
-                keep(f"{shape}/transfers", transfers(server))
+                    keep(f"{shape}/rate {rate}", row | {"transfers": transfers(server, before)})
     for part, name, flags, victim in (
-        ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
+        ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2", *between), "decode-0"),
         ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
     ):
         if part in parts:
@@ -318,8 +339,35 @@ def main() -> None:
                 )
 
 
-def transfers(server: Server) -> dict[str, float]:
-    """What the engines counted of KV transfers."""
+def starts(
+    model: str, between: tuple[str, ...], extra: list[str], seconds: float, keep: Callable[[str, Any], None]
+) -> None:
+    """From the command to all workers ready, by shape, in turns; P and D of one GPU share one copy of the weights."""
+    import torch
+
+    shapes = {
+        "colocated": ("--prefill", "0", "--decode", "1"),
+        "1P+1D, shared weights": ("--prefill", "1", "--decode", "1", *between),
+        "1P+1D, two GPUs": ("--prefill-devices", "cuda:0", "--decode-devices", "cuda:1", *between),
+    }
+    if torch.cuda.device_count() < 2:
+        del shapes["1P+1D, two GPUs"]
+    rows: dict[str, dict[str, list[Any]]] = {name: {"ready_s": [], "phases": []} for name in shapes}
+    began, longest = time.monotonic(), 0.0
+    for name, flags in [*shapes.items()] * STARTS:
+        begin = time.monotonic()
+        if begin - began + longest > seconds:
+            break
+        with serving(model, *flags, *extra) as server:
+            rows[name]["ready_s"].append(round(server.ready_s, 2))
+            rows[name]["phases"].append(server.phases())
+        longest = max(longest, time.monotonic() - begin)
+        keep("ready", rows)
+
+
+def counted(server: Server) -> dict[str, float]:
+    """What the engines have counted of KV transfers."""
+    time.sleep(REPORT_S)
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -327,6 +375,12 @@ def transfers(server: Server) -> dict[str, float]:
         if line.startswith("relay_worker_kv_") and "_total{" in line:
             name = line.split("{")[0].removeprefix("relay_worker_")
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def transfers(server: Server, before: dict[str, float] | None = None) -> dict[str, float]:
+    """The same since ``before``, with the share of bytes that prompts hid, and what each transfer took after its first token."""
+    found = {name: count - (before or {}).get(name, 0.0) for name, count in counted(server).items()}
     if found.get("kv_bytes_sent_total"):
         found["hidden_share"] = round(1 - found.get("kv_late_bytes_sent_total", 0.0) / found["kv_bytes_sent_total"], 4)
         found["exposed_ms_each"] = round(
