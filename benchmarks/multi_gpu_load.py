@@ -43,7 +43,7 @@ class Load:
     slo_start_ms: float = 500.0  # from sending to the second token
     step_ms: float = 5.45  # a steady decode step; limits of gaps are multiples of it
     prefill_tokens_per_s: float = 42_000.0  # of one P
-    drain_s: float = 60.0  # the longest wait for the last answer
+    drain_s: float = 20.0  # the longest wait for the last answer
     burst: bool = False  # all at once
 
     def times(self, factor: float, seconds: float | None = None) -> "Load":
