@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import provenance
@@ -36,6 +37,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     from relay.control_config import ControlConfig
     from relay.ids import WorkerKey
     from relay.models.store import default_cache_dir, open_model
+    from relay.protocol.messages import EngineExited
 
     model = open_model(arguments.model, cache_dir=default_cache_dir(os.environ), offline=True)
 
@@ -60,10 +62,10 @@ async def serve(arguments: argparse.Namespace) -> None:
                 LaunchSpec(name=worker.worker, argv=[sys.executable, str(HERE / "fake_engine.py"), *flat])
             )
 
-        def leaving(self, workers, *, stay_out: bool) -> None:
+        def leaving(self, workers: Sequence[str], *, stay_out: bool) -> None:
             """Nobody else starts workers."""
 
-        def stop(self, worker: WorkerKey, *, kill: bool) -> None:
+        def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None:
             self.launcher.stop(worker.worker, kill=kill)
 
         def _exited(self, end: LaunchExit) -> None:

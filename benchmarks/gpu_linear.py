@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.cuda import linear as module
+from relay.kernels.cuda.launch import pdl_enabled
 from relay.kernels.cuda.linear import LinearTile as T
 from relay.kernels.cuda.linear import linear
 
@@ -261,9 +262,10 @@ def decode_step(report: Report) -> None:
         for prefetch in (512, 1024, 2048):
             row[f"best Triton prefetch {prefetch}"] = graph_time_us(lambda: step(own, prefetch))
         row["best exact prefetch 1024"] = graph_time_us(lambda: step(choice, 1024))
-        kept, module.pdl_enabled = module.pdl_enabled, lambda: False
+        kept = pdl_enabled
+        module.pdl_enabled = lambda: False  # type: ignore[attr-defined]
         row["best Triton, no dependent launch"] = graph_time_us(lambda: step(own, 0))
-        module.pdl_enabled = kept
+        module.pdl_enabled = kept  # type: ignore[attr-defined]
         result[str(m)] = {"us": {k: round(v, 1) for k, v in row.items()}, "choice": choice, "own": own}
         print("decode step", m, result[str(m)]["us"], choice, flush=True)
     report.put("decode_step_linears", result)

@@ -8,6 +8,7 @@ import itertools
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.gpu_timing import Report, copy_rate, graph_time_us
 from relay.kernels.backend import Batch
 from relay.kernels.cuda import launch
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.drawing import Mode
 from relay.kernels.program import Linear, Program, RmsNorm
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig
@@ -336,6 +338,7 @@ def time_prefill(report: Report, name: str, config: ModelConfig, backend: CudaBa
 def profile_step(report: Report, name: str, backend: CudaBackend) -> None:
     """Time of each kind of op over all layers of the step just run, each kind in a graph of its own."""
     program, step = backend._program, backend._step
+    assert step is not None
     kinds: dict[str, list[Any]] = {}
     for op, do in zip(program.ops, backend._launches, strict=True):
         label = type(op).__name__
@@ -348,8 +351,9 @@ def profile_step(report: Report, name: str, backend: CudaBackend) -> None:
 
     with torch.cuda.stream(backend._stream):
         result = {label: time_all(launches) for label, launches in kinds.items()}
-    result["sampler"] = time_all([lambda step: backend._launch_sampler(step, False)])
-    result["sampler with limits"] = time_all([lambda step: backend._launch_sampler(step, True)])
+    for label, mode in (("sampler", Mode()), ("sampler with limits", Mode(limits=True))):
+        draw_rows = partial(backend._sampler.draw, backend._logits(step.sampled), mode=mode)
+        result[label] = time_all([draw_rows])
     print("us by op kind,", name, result, flush=True)
     report.put(f"profile_us/{name}", result)
 

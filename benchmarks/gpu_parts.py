@@ -52,7 +52,7 @@ def kv_bits(folder: Path) -> Result:
                 offsets.append(at)
                 at += -(-ranges[-1].layers * 2 * count * heads * dim * 2 // 64) * 64
             flat = torch.full((at,), 255, dtype=torch.uint8, device="cuda")
-            plan = Plan(ranges, offsets, block)
+            plan = Plan(ranges, offsets, block, heads)
             words = torch.from_numpy(plan.words.copy()).cuda()
             sums = move(kv, flat, plan, words, store=False).tolist()
             other = torch.zeros_like(kv)

@@ -294,13 +294,19 @@ def main() -> None:
         parser.error("--cpu and --tiny go together: the 8B shape is for GPUs, the tiny one proves only the script")
     setup = CPUS if arguments.cpu else GPUS
     earlier = json.loads(arguments.merge.read_text()) if arguments.merge else None
-    run = Run(arguments.out, arguments.limit, setup.backend, earlier)
+    try:
+        run = Run(arguments.out, arguments.limit, setup.backend, earlier)
+    except ValueError as error:
+        parser.error(f"--merge: {error}")
     with tempfile.TemporaryDirectory(prefix="relay-multi-gpu-") as scratch:
         pack = arguments.pack or Path(scratch if arguments.cpu else "/dev/shm") / "bench.pack"
         cache = arguments.cache_dir or Path(scratch) / "cache"
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
         bench = Bench(setup, pack, cache, run)
-        names = bench.named(arguments.parts) if arguments.parts else list(bench.parts)
+        try:
+            names = bench.named(arguments.parts or ",".join(bench.parts))
+        except ValueError as error:
+            parser.error(f"--parts: {error}")
         expected = bench.expected_s(names)
         print(json.dumps({"expected_s": expected, "together_s": sum(expected.values())}, indent=1), flush=True)
         if arguments.plan:

@@ -29,7 +29,8 @@ STATED_STEPS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Poisson arrivals of two kinds for ``seconds``, and the limits that a request must meet to count as good."""
+    """Poisson arrivals of two kinds for ``seconds``, of which exactly as many come as are expected, and the limits that a
+    request must meet to count as good."""
 
     chats_per_s: float = 8.0
     chat_prompt: int = 256
@@ -42,7 +43,7 @@ class Load:
     slo_start_ms: float = 500.0  # from sending to the second token
     step_ms: float = 5.45  # a steady decode step; limits of gaps are multiples of it
     prefill_tokens_per_s: float = 42_000.0  # of one P
-    drain_s: float = 60.0  # the longest wait for the last answer
+    drain_s: float = 20.0  # the longest wait for the last answer
     burst: bool = False  # all at once
 
     def times(self, factor: float, seconds: float | None = None) -> "Load":
@@ -93,11 +94,9 @@ def plan(load: Load) -> list[Planned]:
         ("document", load.documents_per_s, load.document_prompt, load.document_new),
     ):
         chance = random.Random(f"{kind} {rate} {load.seconds} {load.burst}")
-        at = chance.expovariate(rate)
-        while at < load.seconds:
+        for at in sorted(chance.uniform(0, load.seconds) for _ in range(round(rate * load.seconds))):
             prompt = [chance.randrange(300, load.vocab) for _ in range(length)]
             found.append(Planned(0.0 if load.burst else at, kind, prompt, new))
-            at += chance.expovariate(rate)
     return sorted(found, key=lambda one: one.at)
 
 

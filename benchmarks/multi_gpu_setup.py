@@ -23,6 +23,7 @@ class Setup:
     load: Load
     budgets: tuple[int, ...]  # tokens a step of the colocated replicas, in the order in which they are measured
     rank_budgets: tuple[int, ...]
+    prefill_budget: int  # of the split's P: one document, so that the first of two does not wait for the second
     factors: tuple[float, ...]
     transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
     transports: tuple[TransportName, ...]  # the first is what the split is served with
@@ -41,9 +42,10 @@ class Setup:
     def shape(self, name: str) -> tuple[str, ...]:
         """Flags of a shape; every one uses both devices."""
         first, second = self.devices
+        split = ("--prefill", "1", "--decode", "1", "--max-num-batched-tokens", str(self.prefill_budget), "--transport")
         chosen = {
-            "split": ("--prefill", "1", "--decode", "1", "--transport", self.transports[0]),
-            "split-other": ("--prefill", "1", "--decode", "1", "--transport", self.transports[1]),
+            "split": (*split, self.transports[0]),
+            "split-other": (*split, self.transports[1]),
             "colocated": ("--prefill", "0", "--decode", "2"),
             "ranks": ("--prefill", "0", "--decode", "1", "--tensor-parallel-size", "2"),
         }[name]
@@ -68,6 +70,7 @@ GPUS = Setup(
     load=Load(),
     budgets=(512, 256, 2048, 1024),
     rank_budgets=(512,),
+    prefill_budget=4096,
     factors=(1.2, 2.2),
     transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
     transports=("ipc", "shm"),
@@ -89,6 +92,7 @@ CPUS = Setup(
     load=Load(4, 48, 24, 2, 600, 8, 2.0, 500, slo_start_ms=2000, step_ms=100, drain_s=30),
     budgets=(64, 256),
     rank_budgets=(64,),
+    prefill_budget=256,
     factors=(1.0,),
     transfers=((512, 3), (2048, 2)),
     transports=("shm", "tcp"),

@@ -13,6 +13,7 @@ CAPTIONS = {
     "multi-gpu-load.svg": "Bars: gaps, first token, good requests and throughput of each shape at each load",
     "multi-gpu-kv.svg": "Bars: KV exposed, streamed and sent after the prompt; its rate beside a plain copy",
 }
+PARTS = ("split", "kill", "colocated", "kill-replica", "ranks", "kv", "kv-other", "split-other", "exact-ranks")
 KILLS = {
     "kill": ("the only D killed, P has the prompts' KV", 300.0),
     "kill-replica": ("one of two replicas killed, whole re-prefill", 1000.0),
@@ -25,7 +26,7 @@ def text(document: Document, table: Table, number: Number) -> str:
     found = [goals_table(parts, table, number)]
     found += [f"![{CAPTIONS[name]}](images/{name})" for name in pictures(document)]
     if factors(parts):
-        found += [loads_table(parts, table, number), limits_table(parts, table), _ratios(parts, table, number)]
+        found += [loads_table(parts, table, number), limits_table(parts, table), *_ratios(parts, table, number)]
     if transfer_rows(parts):
         found.append(transfers_table(parts, table, number))
     if any(name in parts for name in KILLS):
@@ -85,7 +86,7 @@ def limits_table(parts: Parts, table: Table) -> str:
     return table(["good at p99 of gaps ≤", *(f"{count} steps, {limit:.1f} ms" for count, limit in steps.items())], rows)
 
 
-def _ratios(parts: Parts, table: Table, number: Number) -> str:
+def _ratios(parts: Parts, table: Table, number: Number) -> list[str]:
     """Split over the others at their best budget; over 1 favours the split."""
     keys = ("itl_p99", "itl_p99_over_least", "goodput", "ttft_p50", "output_tokens_per_s", "backlog_tokens_per_s")
     rows = [
@@ -94,7 +95,7 @@ def _ratios(parts: Parts, table: Table, number: Number) -> str:
         if "budget" in row
     ]
     header = ["times better", "ITL p99", "than the least of any budget", "goodput", "TTFT p50", "output tok/s"]
-    return table([*header, "backlog tok/s"], rows)
+    return [table([*header, "backlog tok/s"], rows)] if rows else []
 
 
 def transfers_table(parts: Parts, table: Table, number: Number) -> str:
@@ -220,11 +221,16 @@ def _remarks(document: Document) -> Iterator[str]:
     ]
     if shares:
         yield f"The client took at most {100 * max(shares):.0f} % of one core."
+    absent = [name for name in PARTS if name not in parts and not budgets(parts, name)]
+    if absent:
+        yield f"Parts without figures: {', '.join(absent)}."
     if problems := document["problems"]:
         reasons = "; ".join(f"`{name}`: {text.splitlines()[-1][:200]}" for name, text in problems.items())
         yield f"Not measured by the last call: {reasons}."
     if "note" in document["vllm"]:
         yield f"vLLM's column is empty: {document['vllm']['note']}."
+    if topology := parts.get("topology"):
+        yield f"The machine, as NVML tells: {'; '.join(topology)}."
     by_maker: dict[tuple[str, str, str], list[str]] = {}
     for name, made in document["made"].items():
         by_maker.setdefault((made["command"], made["commit"], made["date"]), []).append(name)

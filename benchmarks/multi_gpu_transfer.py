@@ -240,7 +240,7 @@ def _gather_rate(cache: Any, flat: Any, runs: int = 9) -> float:
 
     layers, blocks = 4, 128  # 128 MiB
     kv = cache[: layers * 2 * blocks * 8 * 64 * 128].view(layers, 2, blocks, 8, 64, 128)
-    plan = Plan([KvRange(0, layers, 0, 64 * blocks, np.arange(blocks, dtype=np.int32)[::-1].copy())], [0], 64)
+    plan = Plan([KvRange(0, layers, 0, 64 * blocks, np.arange(blocks, dtype=np.int32)[::-1].copy())], [0], 64, 8)
     seconds = []
     with torch.cuda.device(cache.device):
         for _ in range(runs + 2):

@@ -1,9 +1,11 @@
 """The two-GPU benchmark: its load, its arithmetic, its parts and files, and the whole script on CPUs with a tiny model."""
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.gpu_serve import Stream
-from benchmarks.multi_gpu import Bench, transferred
+from benchmarks.multi_gpu import Bench, Part, transferred
 from benchmarks.multi_gpu_load import Load, Planned, figures, is_good, plan
 from benchmarks.multi_gpu_report import best_budget, compared, same_tokens, shapes
 from benchmarks.multi_gpu_run import Run, without_nan
@@ -27,9 +29,12 @@ def test_arrivals_are_the_same_for_every_shape() -> None:
     assert first == second
     assert {one.kind for one in first} == {"chat", "document"}
     assert first == sorted(first, key=lambda one: one.at)
-    assert 80 < sum(one.kind == "chat" for one in first) < 145  # 8 a second for 14 seconds
+    assert sum(one.kind == "chat" for one in first) == 8 * 14
+    assert sum(one.kind == "document" for one in first) == 3 * 14
     assert {len(one.prompt) for one in first} == {256, 4096}
-    assert len(plan(LOAD.times(2.0))) > 1.5 * len(first)
+    assert len(plan(LOAD.times(2.0))) == 2 * len(first)
+    waits = [after.at - before.at for before, after in itertools.pairwise(first)]
+    assert max(waits) > 4 * sum(waits) / len(waits)  # as far apart as chance has it
 
 
 def test_no_prompt_begins_like_another_of_the_same_server() -> None:
@@ -41,7 +46,7 @@ def test_no_prompt_begins_like_another_of_the_same_server() -> None:
 
 def test_a_backlog_is_there_at_once() -> None:
     assert {one.at for one in plan(LOAD.at_once())} == {0.0}
-    assert abs(len(plan(LOAD.at_once())) - len(plan(LOAD))) < 50
+    assert len(plan(LOAD.at_once())) == len(plan(LOAD))
 
 
 def test_the_loads_keep_one_prefill_worker_as_busy_as_the_docstring_says() -> None:
@@ -250,6 +255,34 @@ def test_parts_of_a_server_share_its_start_and_the_main_ones_fit_the_time(tmp_pa
     main = bench.named("split,kill,colocated,kill-replica,ranks")
     assert sum(bench.expected_s(main).values()) < 450
     assert bench.expected_s(["split", "kill"])["kill"] < bench.expected_s(["kill"])["kill"]
+
+
+def test_a_server_that_does_not_start_is_named_by_its_parts_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[tuple[str, ...]] = []
+
+    @contextlib.contextmanager
+    def serving(model: str, *flags: str, **rest: Any) -> Iterator[str]:
+        starts.append(flags)
+        if "--tensor-parallel-size" in flags:
+            raise RuntimeError("not ready")
+        yield "a server"
+
+    monkeypatch.setattr("benchmarks.multi_gpu.serving", serving)
+    run = Run(tmp_path / "out.json", 100, "cpu")
+    bench = Bench(CPUS, tmp_path / "pack", tmp_path, run)
+    bench.parts = {
+        "ranks-64": Part(0, lambda server, flags: 1, ("ranks",)),
+        "split": Part(0, lambda server, flags: [server, *flags], ("split",)),
+        "kv": Part(0, lambda: 3),
+        "kill": Part(0, lambda server, flags: 1 // 0, ("split",)),
+    }
+    bench.measure(bench.named("ranks,split,kv,kill"))
+    assert run.found["parts"] == {"split": ["a server", *CPUS.shape("split")], "kv": 3}
+    assert run.found["problems"]["ranks-64"] == "not ready"
+    assert "ZeroDivisionError" in run.found["problems"]["kill"]
+    assert len(starts) == 2
 
 
 @pytest.mark.slow

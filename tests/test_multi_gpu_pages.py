@@ -122,7 +122,7 @@ def test_other_tokens_in_one_shape_are_said() -> None:
 def test_transfers_and_kills_are_shown_with_their_goals() -> None:
     kv = {"2048": transfer(0.1, 360.0), "8192": transfer(2.0, 120.0, 8192), "16384": "skipped: no time was left"}
     parts = {"kv": kv, "kv-other": {"2048": transfer(5.0, 6.0)}, "kill": kill(0.25), "kill-replica": kill(1.2)}
-    page = shown(document(**parts, **{"exact-ranks": {"compared": 51, "identical": 51}}))
+    page = shown(document(**parts, topology=["2 GPUs", "peers"], **{"exact-ranks": {"compared": 51, "identical": 51}}))
     for line in (
         "| KV hidden, 2,048 tokens, ipc | ≥ 99 % or below noise | 99.5 %, 0.10 ms (noise ± 0.10) met |",
         "| KV rate over copy rate, 2,048 tokens, ipc | ≥ 80 % | 90.0 % met |",
@@ -130,6 +130,7 @@ def test_transfers_and_kills_are_shown_with_their_goals() -> None:
         "| the only D killed, P has the prompts' KV: next token p99 | ≤ 300 ms | 250 ms met |",
         "| one of two replicas killed, whole re-prefill: next token p99 | ≤ 1,000 ms | 1,200 ms **missed** |",
         "| two ranks: sequences identical | all | 51 of 51 met |",
+        "The machine, as NVML tells: 2 GPUs; peers.",
         "| 32 of 32 | 198 | 200 | 250 | 250 | 0 | 16.2 |",
     ):
         assert line in page
@@ -144,6 +145,10 @@ def test_a_part_without_figures_is_named_with_its_reason() -> None:
     }
     page = shown(found)
     assert "`split`: RuntimeError: not ready; `ranks-512`: skipped: 9 s were left" in page
+    assert (
+        "Parts without figures: split, kill, colocated, kill-replica, ranks, kv-other, split-other, exact-ranks."
+        in page
+    )
     assert shown(document()).startswith("Nothing was measured.")
 
 
