@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.gpu_load import load_direct
 
 Result = dict[str, Any]
 
@@ -220,6 +221,7 @@ PARTS: dict[str, tuple[Callable[[Path], Result], int]] = {
     "int8": (int8, 120),
     "float16": (float16, 150),
     "load": (load, 60),
+    "load_direct": (load_direct, 130),
 }
 
 

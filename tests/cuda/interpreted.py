@@ -28,7 +28,7 @@ from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
-from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, pack_codes, quantize
+from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, unpack_codes
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
@@ -159,12 +159,13 @@ def check_int8() -> None:
         linear(x, codes.to(dtype), sums, LinearTile(16, 16, 16))
         want = quantized.scaled(sums.numpy(), want_scales)
         assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.5
-        for tile in (Int8Tile(16, 32), Int8Tile(16, 16), Int8Tile(32, 64)):
-            y = torch.full((5, 40), float("nan"))
-            linear_int8(x, pack_codes(codes), scales, y, tile)
-            assert np.array_equal(y.numpy(), want), tile
+        packed = pack_codes(codes)
+        assert torch.equal(unpack_codes(packed)[:40, :208], codes)
+        y = torch.full((5, 40), float("nan"))
+        linear_int8(x, packed, scales, y)
+        assert np.array_equal(y.numpy(), want)
         alone = torch.zeros(1, 40)
-        linear_int8(x[3:4], pack_codes(codes), scales, alone, Int8Tile(16, 16))
+        linear_int8(x[3:4], packed, scales, alone)
         assert np.array_equal(alone.numpy()[0], want[3])
 
 
