@@ -75,5 +75,6 @@ class _Follower:
             handle = self._share.allocate_kv(call.num_blocks, call.block_size, call.dtype, self._memory, offset)
         except RelayError as error:
             calls.send(self._link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
+            calls.receive_call(self._link)  # rank 0 ends with this error, before its watcher has seen us end
             raise
         calls.send(self._link, calls.encode(calls.Allocated(handle)))
