@@ -196,7 +196,7 @@ class Whole(ArrayStore):
     write_kv_crc = read_kv_crc
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "nixl-fake"])
 @pytest.mark.parametrize("ends", ["source", "target", "both"])
 def test_ends_whose_heads_lie_apart(scheme, ends):
     """Each end cuts by its own places; the other stores what comes."""
