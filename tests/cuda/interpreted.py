@@ -456,7 +456,7 @@ def check_backend(dtype: str = "bfloat16", quantized: bool = False) -> None:
         backend.close()
 
 
-class _OneProcess:
+class OneProcess:
     """Device memory that both ends of a transfer see; handles are numbers."""
 
     areas: ClassVar[list[_Area]] = []
@@ -510,7 +510,7 @@ def check_transfer() -> None:
     with ExitStack() as stack:
         stack.enter_context(without_a_device())
         stack.enter_context(mock.patch.multiple(gpu_transfer, LLAMA_8B=config, BLOCK=16, CHUNK=16))
-        stack.enter_context(mock.patch("relay.kernels.cuda.ipc.DeviceMemory", _OneProcess))
+        stack.enter_context(mock.patch("relay.kernels.cuda.ipc.DeviceMemory", OneProcess))
         stack.enter_context(mock.patch.object(gpu_transfer.End, "warm"))
         stack.enter_context(mock.patch.object(KvTransfers, "register"))
         stack.enter_context(mock.patch.object(LinearLayer, "test"))

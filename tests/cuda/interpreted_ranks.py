@@ -1,15 +1,16 @@
 """Ranks under Triton's interpreter: processes over shared host memory meet by the kernels' own flags.
 
-``python -m tests.cuda.interpreted_ranks RANKS``, with TRITON_INTERPRET=1 in the environment.
+``python -m tests.cuda.interpreted_ranks RANKS`` (or ``worker``, ``ipc``, ``shm``), with TRITON_INTERPRET=1 in the environment.
 """
 
 import functools
 import itertools
+import queue
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,26 +18,43 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.multiprocessing as multiprocessing
+from triton.runtime.interpreter import GridExecutor
 
 from relay.kernels import packing
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas, sum_ranks
 from relay.kernels.cuda.rank_share import CudaRankShare
+from relay.kernels.cuda.ranked_backend import RankedCudaBackend
 from relay.kernels.cuda.step import exact_layout, fill, shape_of
+from relay.kernels.kv_frames import KvRange, Span, payload_digest
 from relay.kernels.probe import ProbeWeights, probe_program
 from relay.kernels.program import Buffer
 from relay.kernels.ranks import calls
-from relay.kernels.ranks.backend import RankedBackend
 from relay.kernels.ranks.follower import obey
 from relay.kernels.ranks.split import fold, split_program
 from relay.kernels.ranks.weights import RankWeights
 from relay.protocol.sampling import SamplingParams
+from relay.transfer.contract import (
+    Identity,
+    Layout,
+    ReceiveCompleted,
+    ReceiveOrder,
+    SendAcknowledged,
+    SendOrder,
+    TransferEvent,
+    TransferLimits,
+)
+from relay.transfer.frame import Handoff
+from relay.transfer.ipc import IpcWire
+from relay.transfer.transport import WiredTransport
+from relay.transfer.wire import ShmWire
 from tests.cuda import tensor_core_model
-from tests.cuda.interpreted import batch_of, without_a_device
+from tests.cuda.interpreted import OneProcess, batch_of, one_at_a_time, without_a_device
 
 ROWS = 32
 BLOCK, BLOCKS = 16, 16
@@ -118,19 +136,21 @@ class FileMemory:
     """Stands for the driver: memory that other processes open by name."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._folder, self._name = folder, f"rank{rank}"
+        self._folder, self._rank = folder, rank
+        self._names = itertools.count()
 
     def allocate(self, size: int) -> SimpleNamespace:
-        return self._map(self._name, size, "w+")
+        return self._map(f"rank{self._rank}-{next(self._names)}", size, "w+")
 
     def handle(self, area: SimpleNamespace) -> bytes:
-        return self._name.encode()
+        return area.name.encode()
 
     def open(self, handle: bytes, size: int) -> SimpleNamespace:
         return self._map(handle.decode(), size, "r+")
 
     def _map(self, name: str, size: int, mode: Any) -> SimpleNamespace:
-        return SimpleNamespace(tensor=torch.from_numpy(np.memmap(f"{self._folder}/{name}", np.uint8, mode, shape=size)))
+        values = np.memmap(f"{self._folder}/{name}", np.uint8, mode, shape=size)
+        return SimpleNamespace(name=name, tensor=torch.from_numpy(values))
 
 
 @contextmanager
@@ -153,20 +173,30 @@ def follow(link: Any, folder: str) -> None:
         obey(share, link, 0, 1)
 
 
-def check_worker() -> None:
-    """A whole worker of two ranks: loading, meeting, steps ahead, a chunk that samples nothing, KV of both ranks, the end."""
-    tensor_core_model.install()
+@contextmanager
+def worker_of_two() -> Iterator[RankedCudaBackend]:
+    """Loaded, with room for KV; at the end both ranks must have ended well."""
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryDirectory() as folder, share_of(0, folder) as share:
         process = multiprocessing.get_context("spawn").Process(target=follow, args=(theirs, folder))
         process.start()
         theirs.close()
         watch = SimpleNamespace(start=lambda: None, stop=lambda: None)
-        backend = RankedBackend(share, [ours], 0, watch)
-        program, stop = probe_program(), len(probe_program().ops)
-        backend.load(program, ProbeWeights())
+        backend = RankedCudaBackend(share, [ours], 0, watch)
+        backend.load(probe_program(), ProbeWeights())
         assert backend.kv_blocks_that_fit(BLOCK, 0.9) > 0
         backend.allocate_kv(BLOCKS, BLOCK, "bfloat16")
+        yield backend
+        backend.close()
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def check_worker() -> None:
+    """A whole worker of two ranks: loading, meeting, steps ahead, a chunk that samples nothing, KV of both ranks, the end."""
+    tensor_core_model.install()
+    program, stop = probe_program(), len(probe_program().ops)
+    with worker_of_two() as backend:
         prompt = TOKENS
         for slot in (0, 1):
             backend.bind_slot(slot, SamplingParams(max_tokens=9, temperature=0.9, seed=4), 0, prompt, [])
@@ -176,7 +206,8 @@ def check_worker() -> None:
         second = batch_of([(prompt[5:], 5, [3, 1], 0), (prompt, 0, [7, 2], 1)])
         second.capture_logits = True
         start = 0
-        for end in [*program.sink_points, stop]:
+        assert all(met > written for met, written in zip(backend.sink_points, program.sink_points, strict=True))
+        for end in [*backend.sink_points, stop]:
             backend.run(start, end, second)
             start = end
         third = batch_of([([-1], 9, [3, 1], 0), ([-1], 9, [7, 2], 1)])
@@ -199,16 +230,101 @@ def check_worker() -> None:
                 found.append(bytes(raw))
         assert found[:2] == found[2:], "KV differs"
         assert all(any(raw) for raw in found)
+        check_frames(backend, found[0], found[1])
         moved = batch_of([([a.token_id], 9, [8, 4], 0), ([a.token_id], 9, [12, 4], 1)])
         moved.capture_logits = True
         backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, prompt, [a.token_id])
         backend.run(0, stop, moved)
         backend.sample(moved)
-        assert np.array_equal(*backend.logits()), "KV that was written by the ranks' links differs"
-        assert share._ranks == 2
-        backend.close()
-        process.join(20)
-        assert process.exitcode == 0
+        assert np.array_equal(*backend.logits()), "KV that was moved differs"
+
+
+def check_transfer(scheme: str) -> None:
+    """From a worker of two ranks to another, layer by layer while the prompt is computed: frames of each rank's heads, KV equal,
+    and the next step of D draws what P's would."""
+    tensor_core_model.install()
+    minute = 60_000_000_000
+    limits = TransferLimits(512, 8192, 1 << 16, lease_ns=minute, open_lease_ns=minute, stall_ns=minute, join_bytes=2048)
+    layout = Layout(2, 2, 32, "bfloat16")
+    prompt, tables = [(7 * i) % 200 for i in range(40)], ([3, 1, 9], [6, 0, 11])
+    events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        source, target = (stack.enter_context(worker_of_two()) for _ in range(2))
+        stack.enter_context(mock.patch.object(KvTransfers, "register"))
+        stack.enter_context(mock.patch.object(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__)))
+        ends = []
+        for name, backend in (("p", source), ("d", target)):
+            wire = IpcWire("here", OneProcess("cpu"), 1 << 18) if scheme == "ipc" else ShmWire("here")
+            identity = Identity(name, 1, "model", "numerics", layout)
+            ends.append(WiredTransport(identity, backend, events.put, [wire], limits=limits))
+            stack.callback(ends[-1].close)
+        ends[1].open_receive(ReceiveOrder(7, 1, "p", 1, 5, len(prompt), tuple(tables[1])))
+        ends[0].open_send(SendOrder(7, 1, "d", 1, tuple(ends[1].addresses), 5, len(prompt)))
+        stop = len(probe_program().ops)
+        source.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, prompt, [])
+        for first, last in ((0, 17), (17, 40)):
+            batch = batch_of([(prompt[first:last], first, tables[0], 0)])
+            start = 0
+            for layer, end in enumerate(source.sink_points):
+                source.run(start, end, batch)
+                ends[0].layer_written(7, layer, first, last - first, np.array(tables[0], np.int32))
+                start = end
+            source.run(start, stop, batch)
+        (token,) = source.sample(batch)
+        ends[0].send_handoff(7, Handoff(token_id=token.token_id))
+        found = [events.get(timeout=120) for _ in range(2)]
+        assert {type(event) for event in found} == {SendAcknowledged, ReceiveCompleted}, found
+        completed = next(event for event in found if isinstance(event, ReceiveCompleted))
+        assert completed.stats is not None
+        assert completed.stats.scheme == scheme
+        assert completed.stats.bytes == 35 * 2 * layout.token_bytes
+        assert completed.stats.frames >= 4, "a frame has heads of one rank"
+        size = 35 * layout.token_bytes
+        for layer in range(2):
+            raws = bytearray(size), bytearray(size)
+            for backend, table, raw in zip((source, target), tables, raws, strict=True):
+                backend.read_kv(layer, np.array(table, np.int32), 5, 35, memoryview(raw))
+            assert raws[0] == raws[1], f"layer {layer} differs"
+            assert any(raws[0])
+        begin = batch_of([(prompt[:5], 0, tables[1], 0)])  # what was not sent, as from D's cache
+        target.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, prompt, [token.token_id])
+        begin.sampled_rows = begin.sampled_rows[:0]
+        target.run(0, stop, begin)
+        drawn = []
+        for backend, table in zip((source, target), tables, strict=True):
+            step = batch_of([([token.token_id], 40, table, 0)])
+            step.capture_logits = True
+            backend.run(0, stop, step)
+            drawn.append((backend.sample(step), backend.logits().copy()))
+        assert drawn[0][0] == drawn[1][0]
+        assert np.array_equal(drawn[0][1], drawn[1][1])
+
+
+def check_frames(backend: RankedCudaBackend, *layers: bytes) -> None:
+    """Frames of all heads and of each rank's, staged to a device's memory and to the host, and collected."""
+    whole = np.stack(
+        [np.frombuffer(raw, np.uint8).reshape(2, 9, 2, -1) for raw in layers]
+    )  # layer, K or V, token, head
+    assert backend.kv_parts == ((0, 1), (1, 1))
+    table, other = np.array([3, 1], np.int32), np.array([8, 4], np.int32)
+    for heads in (None, *backend.kv_parts):
+        first, count = heads or (0, 2)
+        want = np.ascontiguousarray(whole[:, :, :, first : first + count]).tobytes()
+        one = KvRange(0, 2, 0, 9, table, heads)
+        host = bytearray(len(want))
+        assert backend.stage(one, memoryview(host)).wait() == [payload_digest(want)]
+        assert host == want
+        area = SimpleNamespace(tensor=torch.zeros(64 + len(want), dtype=torch.uint8))
+        assert backend.stage(one, Span(area, 64, len(want))).wait() == [payload_digest(want)]
+        assert area.tensor[64:].numpy().tobytes() == want
+        back = KvRange(0, 2, 0, 9, other, heads)
+        nothing = bytes(len(want))
+        both = [(back, memoryview(bytearray(nothing))), (KvRange(0, 2, 0, 9, other, heads), Span(area, 64, len(want)))]
+        assert backend.collect(both[:1]).wait() == [payload_digest(nothing)]
+        assert backend.collect(both[1:]).wait() == [payload_digest(want)]
+        again = bytearray(len(want))
+        assert backend.stage(back, memoryview(again)).wait() == [payload_digest(want)]
+        assert again == want
 
 
 def together(task: Any, ranks: int) -> list[Any]:
@@ -230,6 +346,9 @@ def together(task: Any, ranks: int) -> list[Any]:
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         check_worker()
+        sys.exit()
+    if sys.argv[1] in ("ipc", "shm"):
+        check_transfer(sys.argv[1])
         sys.exit()
     count = int(sys.argv[1])
     sums = together(add, count)

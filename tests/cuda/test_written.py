@@ -76,3 +76,20 @@ def test_events_of_steps_long_ago_are_not_waited_for() -> None:
             events.ran(0, 3)
         assert events.of(0, np.array([1]), 0, 4) == []
         assert len(events.of(0, np.array([2]), 0, 4)) == 1
+
+
+def test_a_block_copied_by_several_ranks_is_copied_behind_their_next_meeting() -> None:
+    """Our own copy says nothing of theirs."""
+    with mock.patch.object(torch.cuda, "Event", Event):
+        Event.clock = 0
+        events = written.LayerEvents((3, 7), num_blocks=8, block_size=16, ranks=True)
+        events.begin(batch(0, 4, [1]))
+        events.ran(0, 9)  # time 1
+        events.copied()  # time 2
+        events.begin(batch(4, 4, [2]))
+        events.ran(0, 2)  # up to no meeting
+        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 2]
+        events.ran(2, 3)  # time 3
+        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 3]
+        events.ran(3, 9)  # time 4
+        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 3]

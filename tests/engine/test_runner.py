@@ -48,6 +48,20 @@ def test_the_sink_hears_every_layer_of_every_prefill_chunk_once_and_in_order():
     assert kv[:128] == units[0][:128], "K of layer 0 was not in the cache when it was announced"
 
 
+def test_a_backend_says_where_a_layer_is_written():
+    """Ranks on devices: only behind their next meeting."""
+    engine = Engine(limits(max_num_batched_tokens=32))
+    ops = len(program().ops)
+    engine.backend.sink_points = tuple(min(point + 1, ops) for point in program().sink_points)
+    engine.runner = Runner(engine.backend, program(), engine.scheduler.limits)
+    engine.sink = sink = Sink(engine)
+    ran, run = [], engine.backend.run
+    engine.backend.run = lambda start, stop, batch: (ran.append(stop), run(start, stop, batch))
+    engine.serve(work(1, list(range(20)), 1))
+    assert [layer for _, layer, *_ in sink.heard] == list(range(LAYERS))
+    assert ran == [*engine.backend.sink_points, ops]
+
+
 def test_a_sink_that_raises_fails_its_row_only():
     engine = Engine(limits())
     engine.sink = Sink(engine)

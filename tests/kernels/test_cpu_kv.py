@@ -59,6 +59,41 @@ def test_crc32c_check_value() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     dtype=st.sampled_from(("float32", "bfloat16")),
+    block_size=st.sampled_from((16, 48)),
+    first=st.integers(0, 40),
+    count=st.integers(1, 40),
+    heads=st.integers(0, MODEL_GEOMETRY.num_kv_heads - 1).flatmap(
+        lambda low: st.tuples(st.just(low), st.integers(1, MODEL_GEOMETRY.num_kv_heads - low))
+    ),
+    isa=st.sampled_from(library.available()),
+)
+def test_some_of_the_heads(
+    dtype: str, block_size: int, first: int, count: int, heads: tuple[int, int], isa: str
+) -> None:
+    """They are read and written as they lie among all; the others stay."""
+    backend = make_backend(dtype, block_size, isa=isa)
+    rng = np.random.default_rng(count)
+    table = rng.permutation(12)[: -(-(first + count) // block_size)]
+    shape = (2, count, MODEL_GEOMETRY.num_kv_heads, MODEL_GEOMETRY.head_dim * (4 if dtype == "float32" else 2))
+    whole = rng.integers(0, 256, shape, np.uint8)
+    backend.write_kv(1, table, first, count, memoryview(whole.tobytes()))
+    part = rng.integers(0, 256, (*shape[:2], heads[1], shape[3]), np.uint8)
+    assert backend.write_kv_crc(1, table, first, count, memoryview(part.tobytes()), heads) == crc32c(part.tobytes())
+    whole[:, :, heads[0] : sum(heads)] = part
+    found = bytearray(whole.nbytes)
+    backend.read_kv(1, table, first, count, memoryview(found))
+    assert found == whole.tobytes()
+    found = bytearray(part.nbytes)
+    assert backend.read_kv_crc(1, table, first, count, memoryview(found), heads) == crc32c(part.tobytes())
+    assert found == part.tobytes()
+    for wrong in ((0, MODEL_GEOMETRY.num_kv_heads + 1), (MODEL_GEOMETRY.num_kv_heads, 1), (-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match="heads"):
+            backend.read_kv(1, table, 0, 1, memoryview(bytearray(max(0, wrong[1]) * 2 * shape[3])), wrong)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(("float32", "bfloat16")),
     block_size=st.sampled_from((16, 48, 64)),
     first=st.integers(0, 100),
     count=st.integers(0, 60),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_programs import GEOMETRY, GREEDY, Row, Weights, build_program, make_batch
 
-from relay.errors import DeviceLostError, StartupError
+from relay.errors import DeviceLostError, DoesNotFitError, StartupError
 from relay.kernels.cpu.backend import CpuBackend
 from relay.kernels.program import Geometry, Program
 from relay.kernels.ranks import calls
@@ -57,10 +57,8 @@ class Ranks:
         weights: Weights,
         ranks: int,
         dtype: str = "float32",
-        linked: bool = False,
         **numerics: str,
     ) -> None:
-        """``linked``: KV of the others goes over their links, as between devices."""
         self.place = MeetingPlace.create(ranks, 256 * 512)
         self.memory = os.memfd_create("test-ranks")
         self.errors: list[BaseException] = []
@@ -81,9 +79,6 @@ class Ranks:
         self.started = self.stopped = False
         self.awaited = 0
         MADE.append(self)
-        if linked:
-            os.ftruncate(self.memory, 1 << 22)
-            self.shares[0].shares_pools = False
         self.backend.load(program, weights)
         self.backend.allocate_kv(6, 16, dtype)
 
@@ -202,11 +197,10 @@ def test_rows_do_not_depend_on_their_neighbours_and_may_be_cut_at_every_layer() 
     assert np.array_equal(backend.logits()[1], alone[0])
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_kv_written_from_outside_is_read_by_every_rank(linked: bool) -> None:
+def test_kv_written_from_outside_is_read_by_every_rank() -> None:
     program = build_program(WIDE)
     weights = Weights(program)
-    first, second = Ranks(program, weights, 3), Ranks(program, weights, 3, linked=linked)
+    first, second = Ranks(program, weights, 3), Ranks(program, weights, 3)
     run(first.backend, program, [70])
     size = 64 * first.backend.kv_bytes_per_token_layer()
     for layer in range(WIDE.num_layers):
@@ -226,6 +220,44 @@ def test_kv_written_from_outside_is_read_by_every_rank(linked: bool) -> None:
         results.append((backend.sample(batch), backend.logits().copy()))
     assert results[0][0] == results[1][0]
     assert np.array_equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("heads", [(0, 1), (1, 1), (2, 2), (1, 3), (0, 4), (1, 2)])
+def test_heads_of_some_ranks(heads: tuple[int, int]) -> None:
+    """Of one rank, of several, of a part of a rank's: read and written as they lie in the whole, and no other is touched."""
+    program = build_program(WIDE)
+    group = Ranks(program, Weights(program), 3)
+    backend, count = group.backend, 37
+    assert backend.kv_parts == ((0, 1), (1, 1), (2, 2))
+    rng = np.random.default_rng(3)
+    table = np.array([3, 0, 5], np.int32)
+    whole = rng.integers(0, 256, (2, count, 4, 128), np.uint8)
+    backend.write_kv(1, table, 5, count, memoryview(whole.tobytes()))
+    first, last = heads[0], sum(heads)
+    found = bytearray(2 * count * heads[1] * 128)
+    backend.read_kv(1, table, 5, count, memoryview(found), heads)
+    assert found == whole[:, :, first:last].tobytes()
+    part = rng.integers(0, 256, (2, 20, heads[1], 128), np.uint8)
+    backend.write_kv(1, table, 9, 20, memoryview(part.tobytes()), heads)
+    whole[:, 4:24, first:last] = part
+    found = bytearray(whole.nbytes)
+    backend.read_kv(1, table, 5, count, memoryview(found))
+    assert found == whole.tobytes()
+    for wrong in ((0, 5), (4, 1), (-1, 2), (1, 0)):
+        with pytest.raises(ValueError, match="heads"):
+            backend.read_kv(1, table, 0, 1, memoryview(bytearray(256)), wrong)
+
+
+def test_a_rank_without_room_for_kv_says_so() -> None:
+    program = build_program(GEOMETRY)
+    group = Ranks(program, Weights(program), 2)
+
+    def full(*_: object, **__: object) -> None:
+        raise DoesNotFitError("a KV cache of 6 blocks does not fit")
+
+    group.shares[1].backend.allocate_kv = full  # type: ignore[method-assign, assignment]
+    with pytest.raises(DoesNotFitError, match="6 blocks does not fit"):
+        group.backend.allocate_kv(6, 16, "float32")
 
 
 def test_a_batch_that_does_not_fit_fails_everywhere_and_nothing_else_changes() -> None:

@@ -6,8 +6,8 @@ from tiny_programs import GEOMETRY, Weights, build_program, source
 
 from relay.errors import UsageError
 from relay.kernels import packing
-from relay.kernels.program import Buffer, Geometry, Linear
-from relay.kernels.ranks.split import Gather, Sum, even, fold, split_program
+from relay.kernels.program import Buffer, Geometry, Linear, RopeWriteKv
+from relay.kernels.ranks.split import Gather, Sum, even, fold, met_points, split_program
 from relay.kernels.ranks.weights import RankWeights, cut_matrix
 from relay.kernels.weights import Encoding
 
@@ -73,6 +73,17 @@ def test_ops_keep_their_places() -> None:
         assert part.kv_heads == (rank, rank + 1)
         g = part.program.geometry
         assert (g.num_heads, g.num_kv_heads, g.intermediate, g.vocab) == (2, 1, (64, 32)[rank], GEOMETRY.vocab)
+
+
+def test_all_ranks_have_written_a_layer_behind_the_sum_after_its_attention() -> None:
+    program = build_program()
+    points = met_points(program.sink_points, split_program(program, 2, 0).meetings)
+    assert len(points) == GEOMETRY.num_layers
+    for written, met in zip(program.sink_points, points, strict=True):
+        between = program.ops[written:met]
+        assert isinstance(between[-1], Linear)
+        assert between[-1].src is Buffer.A, "that sum"
+        assert not any(isinstance(op, RopeWriteKv) for op in between), "another layer was written first"
 
 
 def test_the_parts_of_all_ranks_are_the_whole() -> None:

@@ -33,7 +33,7 @@ class Runner:
     def __init__(self, backend: Backend, program: Program, limits: SchedulerLimits) -> None:
         self._backend = backend
         self._num_ops = len(program.ops)
-        self._sink_points = program.sink_points
+        self._sink_points: tuple[int, ...] = getattr(backend, "sink_points", program.sink_points)
         self._num_layers = program.geometry.num_layers
         self._block_size = limits.block_size
         self._tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), np.int32)  # [slots, blocks]
@@ -48,9 +48,10 @@ class Runner:
         """Compute one step up to its draw; where the backend queues its work, return before it is done.
 
         ``sink`` hears of each layer of each row with prefill tokens, right after K and V of the layer are written (or their
-        writing is queued before any read that follows). An exception of backend or sink becomes the step's failure; where a
-        row's own binding or sink raised, its slot is blamed. A repeated step announces the same positions again, with the
-        same bytes. DeviceLostError passes: nothing can be computed any more.
+        writing is queued before any read that follows; a backend for which that is later has ``sink_points`` of its own). An
+        exception of backend or sink becomes the step's failure; where a row's own binding or sink raised, its slot is blamed.
+        A repeated step announces the same positions again, with the same bytes. DeviceLostError passes: nothing can be
+        computed any more.
         """
         blamed: list[int] = []
         try:

@@ -38,12 +38,8 @@ class Flow:
 
 def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
     """CUDA IPC, which goes before the other wires. Raises UsageError where it was asked for by name and cannot be."""
-    if spec.transport not in ("auto", "ipc") or spec.backend != "cuda" or (spec.ranks > 1 and spec.transport == "auto"):
+    if spec.transport not in ("auto", "ipc") or spec.backend != "cuda":
         return []
-    if spec.ranks > 1:
-        raise UsageError(
-            "--transport ipc: KV of a worker with --tensor-parallel-size over 1 goes through host memory; use auto, shm or tcp"
-        )
     from relay.kernels.cuda.ipc import DeviceMemory
     from relay.transfer.ipc import IpcWire
 

@@ -39,9 +39,14 @@ def start_ranks(spec: WorkerSpec) -> RankedBackend:
         processes.append(_start(spec, rank, place, pool_memory, theirs))
         theirs.close()
         links.append(ours)
-    return RankedBackend(
-        rank_share(spec, 0, place), links, pool_memory, RankProcesses(processes, links, place, pool_memory)
-    )
+    share = rank_share(spec, 0, place)
+    watch = RankProcesses(processes, links, place, pool_memory)
+    kind = RankedBackend
+    if spec.backend == "cuda":
+        from relay.kernels.cuda.ranked_backend import RankedCudaBackend
+
+        kind = RankedCudaBackend
+    return kind(share, links, pool_memory, watch)
 
 
 def _start(

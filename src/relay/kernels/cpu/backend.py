@@ -236,6 +236,8 @@ class CpuBackend:
     ) -> int:
         geometry = self._loaded().program.geometry
         first_head, num_heads = heads or (0, geometry.num_kv_heads)
+        if first_head < 0 or num_heads < 1 or first_head + num_heads > geometry.num_kv_heads:
+            raise ValueError(f"heads {first_head} + {num_heads} of {geometry.num_kv_heads}")
         table = np.ascontiguousarray(block_table, dtype=np.int32)
         size = count * num_heads * (self.kv_bytes_per_token_layer() // geometry.num_kv_heads)
         if data.nbytes != size:

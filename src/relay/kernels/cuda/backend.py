@@ -22,10 +22,10 @@ from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
-from relay.kernels.cuda.kv_copy import KvTransfers, Moving
+from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.loading import load_weights, weight_bytes
-from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
+from relay.kernels.cuda.memory import Allocate, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
@@ -36,7 +36,7 @@ from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import Heads, KvRange, Place
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
-from relay.kernels.ranks.split import Meeting
+from relay.kernels.ranks.split import Meeting, met_points
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
@@ -143,20 +143,22 @@ class CudaBackend:
         self._sampler = Sampler(self._max_rows, program.geometry.vocab, device.name, self._tables)
 
     @device_errors()
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
-        """Raises UsageError for a dtype other than the backend's or an odd block size, DoesNotFitError."""
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, allocate: Allocate | None = None) -> None:
+        """``allocate`` the pool there and not by torch. Raises UsageError for a dtype other than the backend's or an odd block
+        size, DoesNotFitError."""
         if dtype != self.dtype:
             raise UsageError(f"the cuda backend keeps KV in the type of its activations, {self.dtype}, not in {dtype}")
         if block_size % 16 or block_size & (block_size - 1):
             raise UsageError(f"block size {block_size}: the cuda backend needs a power of two of at least 16")
         g = self._program.geometry
         shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
-        try:
-            self._device.kv = torch.empty(shape, dtype=self._type, device=self._device.name)
-        except torch.cuda.OutOfMemoryError as error:
-            raise does_not_fit(self._device.name, f"{num_blocks} KV blocks", int(np.prod(shape)) * 2) from error
+        kv = kv_pool(shape, self._type, self._device.name, allocate)
+        self._device.kv = kv
+        self._transfers.use([(0, kv)])
         self._block_size = block_size
-        self._written = LayerEvents(self._program.sink_points, num_blocks, block_size)
+        points, ranks = self._program.sink_points, bool(self._meetings)
+        points = met_points(points, self._meetings) if ranks else points
+        self._written = LayerEvents(points, num_blocks, block_size, ranks=ranks)
         self._group = g.num_heads // g.num_kv_heads
         self._tile_rows = tile_rows_for(block_size, g.head_dim, self._type)
 
@@ -181,7 +183,7 @@ class CudaBackend:
         ):
             self.run(0, len(self._launches), self._prompt(count))
         self._stream.synchronize()
-        raw = memoryview(bytearray(self.kv_bytes_per_token_layer()))
+        raw = memoryview(bytearray(self._transfers.frame_bytes(KvRange(0, 1, 0, 1, np.zeros(1, np.int32)))))
         self.read_kv(0, np.zeros(1, np.int32), 0, 1, raw)
         self.write_kv(0, np.zeros(1, np.int32), 0, 1, raw)
         self._draws.forget()
@@ -323,17 +325,25 @@ class CudaBackend:
         """Pinned host memory for frames, as long as it is referenced."""
         return self._transfers.allocate(size)
 
+    @property
+    def pool(self) -> torch.Tensor:
+        """The cache: [layers, K or V, blocks, heads, tokens, dim]."""
+        assert self._device.kv is not None
+        return self._device.kv
+
+    def use_pools(self, pools: Sequence[Pool]) -> None:
+        """This is rank 0, and reads and writes KV of all heads: ``pools`` are the ranks', its own the first."""
+        self._transfers.use(pools)
+
     @device_errors()
     def stage(self, one: KvRange, out: Place) -> Moving:
         """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
-        assert self._device.kv is not None
-        return self._transfers.stage(self._device.kv, one, out, self._written)
+        return self._transfers.stage(one, out, self._written)
 
     @device_errors()
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
         """Begin to copy frames into the cache: steps and reads that are queued later see them."""
-        assert self._device.kv is not None
-        return self._transfers.collect(self._device.kv, frames)
+        return self._transfers.collect(frames)
 
     def read_kv(
         self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
@@ -379,3 +389,4 @@ class CudaBackend:
         self._device.scales.clear()
         self._device.vectors.clear()
         self._device.kv = self._device.product = None
+        self._transfers.use([])

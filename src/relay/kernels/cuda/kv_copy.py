@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from relay.kernels.cuda.kv_move import Plan, move
+from relay.kernels.cuda.kv_move import Plan, move, shared_heads
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import KvRange, Place, Span, folded
@@ -22,6 +22,10 @@ from relay.kernels.kv_frames import KvRange, Place, Span, folded
 FRAMES = 12  # pinned buffers of a thread for frames out of memory that is not pinned
 PLANS = 24  # and buffers for plans
 PLAN_WORDS = 1 << 12  # of such a buffer, at least
+
+
+Pool = tuple[int, torch.Tensor]
+"""(first head, cache): [layers, K or V, blocks, heads, tokens, dim]; of this device or of another one that it reaches."""
 
 
 def pinned(size: int) -> torch.Tensor:
@@ -96,12 +100,11 @@ class Moving:
         self._event.synchronize()
         if self._host is not None and self._out is not None:
             np.frombuffer(self._out, np.uint8)[: self._host.numel()] = self._host.numpy()
-        found = {
-            frame: folded(total & 0xFFFFFFFFFFFFFFFF)
-            for frames, totals in self._sums
-            for frame, total in zip(frames, totals.read(), strict=True)
-        }
-        return [found[frame] for frame in range(len(found))]
+        found: dict[int, int] = {}
+        for frames, totals in self._sums:  # of a frame with heads in several pools there are several
+            for frame, total in zip(frames, totals.read(), strict=True):
+                found[frame] = found.get(frame, 0) + total
+        return [folded(found[frame] & 0xFFFFFFFFFFFFFFFF) for frame in range(len(found))]
 
 
 class _Slots:
@@ -152,6 +155,8 @@ class KvTransfers:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._pools: list[Pool] = []
+        self._heads = 0
         self._regions: dict[int, int] = {}  # pinned for us: address → bytes
         self._written: dict[int, torch.cuda.Event] = {}  # by lane: its last copy in
         self._unseen: dict[int, torch.cuda.Event] = {}  # of those, what steps do not wait for yet
@@ -182,7 +187,17 @@ class KvTransfers:
         weakref.finalize(values, self._regions.pop, address, None)
         return memoryview(values)
 
-    def stage(self, kv: torch.Tensor, one: KvRange, out: Place, events: LayerEvents) -> Moving:
+    def use(self, pools: Sequence[Pool]) -> None:
+        """Copies are from and to these from now on: one after the other they have all heads."""
+        self._pools = list(pools)
+        self._heads = sum(kv.shape[3] for _, kv in pools)
+
+    def frame_bytes(self, one: KvRange) -> int:
+        """Of its payload."""
+        heads = one.heads[1] if one.heads is not None else self._heads
+        return one.layers * 2 * one.count * heads * self._pools[0][1].shape[5] * 2
+
+    def stage(self, one: KvRange, out: Place, events: LayerEvents) -> Moving:
         """Begin to copy the frame into ``out``, once its layers are written."""
         lane = self._lane()
         for written in events.of(one.layer, one.block_table, one.first, one.count, one.layers):
@@ -190,15 +205,15 @@ class KvTransfers:
         self._follow(lane)
         with torch.cuda.stream(lane.stream):
             if isinstance(out, Span):
-                sums, event = self._move(lane, kv, [one], out.region.tensor, [out.offset], store=False)
-                return Moving(event, [([0], sums)])
-            flat = torch.empty(_frame_bytes(kv, one), dtype=torch.uint8, device=self._device)
+                sums, event = self._move(lane, [one], out.region.tensor, [out.offset], store=False)
+                return Moving(event, sums)
+            flat = torch.empty(self.frame_bytes(one), dtype=torch.uint8, device=self._device)
             host = None if self._is_pinned(out) else pinned(flat.numel())
             target = torch.frombuffer(out, dtype=torch.uint8)[: flat.numel()] if host is None else host
-            sums, event = self._move(lane, kv, [one], flat, [0], store=False, target=target)
-        return Moving(event, [([0], sums)], host, out)
+            sums, event = self._move(lane, [one], flat, [0], store=False, target=target)
+        return Moving(event, sums, host, out)
 
-    def collect(self, kv: torch.Tensor, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+    def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
         """The inverse, for any number of frames: what is queued from now on finds them in the cache.
 
         Their memory must stay as it is until ``wait``.
@@ -219,11 +234,11 @@ class KvTransfers:
         with torch.cuda.stream(lane.stream):
             buffers: list[int] = []
             if hosts:
-                launches.append(self._to_device(lane, kv, frames, hosts, buffers))
+                launches.append(self._to_device(lane, frames, hosts, buffers))
             for flat, numbers, offsets in launches:
                 ranges = [frames[number][0] for number in numbers]
-                found, event = self._move(lane, kv, ranges, flat, offsets, store=True)
-                sums.append((numbers, found))
+                found, event = self._move(lane, ranges, flat, offsets, store=True)
+                sums += [([numbers[one] for one in mine], totals) for mine, totals in found]
             for index in buffers:
                 lane.frames.used(index, event)
         with self._lock:
@@ -233,13 +248,12 @@ class KvTransfers:
     def _to_device(
         self,
         lane: _Lane,
-        kv: torch.Tensor,
         frames: Sequence[tuple[KvRange, Place]],
         hosts: list[tuple[int, memoryview]],
         buffers: list[int],
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Frames in host memory, side by side on the device; appends to ``buffers`` what they went through."""
-        sizes = [_frame_bytes(kv, frames[number][0]) for number, _ in hosts]
+        sizes = [self.frame_bytes(frames[number][0]) for number, _ in hosts]
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // 16) * 16)
@@ -263,30 +277,41 @@ class KvTransfers:
     def _move(
         self,
         lane: _Lane,
-        kv: torch.Tensor,
         ranges: list[KvRange],
         flat: torch.Tensor,
         offsets: list[int],
         *,
         store: bool,
         target: torch.Tensor | None = None,
-    ) -> tuple[_Sums, torch.cuda.Event]:
-        """One launch, and the copy of ``flat`` to ``target`` after it: what the sums will be, and the event behind."""
-        plan = Plan(ranges, offsets, kv.shape[4], kv.shape[3])
-        size = len(plan.words)
-        buffer = lane.plans.take(size)
-        buffer.array[:size] = plan.words
-        words = buffer.device[:size]
-        words.copy_(buffer.host[:size], non_blocking=True)
-        totals = move(kv, flat, plan, words, store=store)
+    ) -> tuple[list[tuple[list[int], _Sums]], torch.cuda.Event]:
+        """One launch a pool that has heads of a frame, and the copy of ``flat`` to ``target`` behind them: the ranges of each
+        launch and what their sums will be, and the event behind the last."""
+        launched: list[tuple[list[int], _PlanBuffer, int]] = []
+        for first_head, kv in self._pools:
+            heads = kv.shape[3]
+            mine = [number for number, one in enumerate(ranges) if shared_heads(one, first_head, heads, self._heads)]
+            if not mine:
+                continue
+            these, at = [ranges[number] for number in mine], [offsets[number] for number in mine]
+            plan = Plan(these, at, kv.shape[4], heads, first_head, self._heads)
+            size = len(plan.words)
+            buffer = lane.plans.take(size)
+            buffer.array[:size] = plan.words
+            words = buffer.device[:size]
+            words.copy_(buffer.host[:size], non_blocking=True)
+            move(kv, flat, plan, words, store=store)
+            launched.append((mine, buffer, 2 * plan.frames))
         if target is not None:
             target.copy_(flat, non_blocking=True)
-        answer = buffer.host[: 2 * plan.frames].view(torch.int64)
-        answer.copy_(totals, non_blocking=True)
+        for _, buffer, words_of_sums in launched:
+            buffer.host[:words_of_sums].copy_(buffer.device[:words_of_sums], non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record()
-        buffer.event, buffer.sums = event, _Sums(answer)
-        return buffer.sums, event
+        sums: list[tuple[list[int], _Sums]] = []
+        for mine, buffer, words_of_sums in launched:
+            buffer.event, buffer.sums = event, _Sums(buffer.host[:words_of_sums].view(torch.int64))
+            sums.append((mine, buffer.sums))
+        return sums, event
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """``stream`` waits for all that was copied in so far."""
@@ -318,8 +343,3 @@ class KvTransfers:
             self._local.lane = _Lane(self._device, next(self._numbers))
         lane: _Lane = self._local.lane
         return lane
-
-
-def _frame_bytes(kv: torch.Tensor, one: KvRange) -> int:
-    heads = one.heads[1] if one.heads is not None else kv.shape[3]
-    return one.layers * 2 * one.count * heads * kv.shape[5] * 2

@@ -80,14 +80,26 @@ def move_kernel(
         tl.atomic_add(sums + frame, tl.sum(tl.sum(total, 1), 0).to(tl.int64, bitcast=True))
 
 
+def shared_heads(one: KvRange, first_head: int, heads: int, all_heads: int) -> range:
+    """Those of ``one`` among ``heads`` heads from ``first_head`` on."""
+    asked, many = one.heads or (0, all_heads)
+    return range(max(asked, first_head), min(asked + many, first_head + heads))
+
+
 class Plan:
     """Frames of one launch as words for the device: a sum of zero each, their descriptions, their block tables."""
 
     def __init__(
-        self, ranges: Sequence[KvRange], offsets: Sequence[int], block_size: int, heads: int, first_head: int = 0
+        self,
+        ranges: Sequence[KvRange],
+        offsets: Sequence[int],
+        block_size: int,
+        heads: int,
+        first_head: int = 0,
+        all_heads: int = 0,
     ) -> None:
-        """``offsets`` of the frames in bytes, multiples of 16. The cache has ``heads`` heads from ``first_head`` on; frames that
-        say nothing of heads have all of these."""
+        """``offsets`` of the frames in bytes, multiples of 16. The cache has ``heads`` heads from ``first_head`` on, of
+        ``all_heads``, which frames have that say nothing of heads; 0: there are no others. Each frame has some of the cache's."""
         self.frames = len(ranges)
         self.start = (
             -(-2 * self.frames // 4) * 4
@@ -102,9 +114,10 @@ class Plan:
         at = self.frames * FIELDS
         for one, offset in zip(ranges, offsets, strict=True):
             begin, end = one.first // block_size, (one.first + one.count - 1) // block_size + 1
-            asked, many = one.heads or (first_head, heads)
-            low, high = max(asked, first_head), min(asked + many, first_head + heads)
-            assert low < high, "a frame none of whose heads are in this cache"
+            asked, many = one.heads or (0, all_heads or heads)
+            shared = shared_heads(one, first_head, heads, all_heads or heads)
+            assert shared, "a frame none of whose heads are in this cache"
+            low, high = shared.start, shared.stop
             own, others = low - first_head | (high - low) << 16, low - asked | many << 16
             rows += [offset // 4, at, one.first, one.count, one.layer, one.layers, own, others]
             tables.append(np.asarray(one.block_table[begin:end], np.int32))

@@ -1,5 +1,8 @@
 """How much of a device one process may use, and the lines that say so when it is too little."""
 
+import math
+from collections.abc import Callable
+
 import torch
 
 from relay.devices import GPU_OVERHEAD_BYTES
@@ -8,6 +11,9 @@ from relay.kernels.program import Geometry
 
 LEAST_CAPABILITY = (8, 0)
 MIB = 1 << 20
+
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes → uint8 memory of the device. Raises DoesNotFitError."""
 
 
 def check_device(device: str) -> None:
@@ -44,6 +50,17 @@ def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fractio
     held = torch.cuda.memory_reserved(device) + borrowed
     room = min(fraction * total - held - GPU_OVERHEAD_BYTES, free - GPU_OVERHEAD_BYTES // 4)
     return max(0, int(room) // kv_block_bytes(geometry, block_size))
+
+
+def kv_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str, allocate: Allocate | None) -> torch.Tensor:
+    """A cache of this shape and 16-bit type, its contents undefined. Raises DoesNotFitError."""
+    size = 2 * math.prod(shape)
+    try:
+        if allocate is not None:
+            return allocate(size).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise does_not_fit(device, f"{shape[2]} KV blocks", size) from error
 
 
 def does_not_fit(device: str, what: str, needed: int) -> DoesNotFitError:

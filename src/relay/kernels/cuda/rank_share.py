@@ -9,9 +9,10 @@ import torch
 from relay.errors import StartupError
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
-from relay.kernels.cuda.ipc import DeviceMemory
+from relay.kernels.cuda.ipc import DeviceArea, DeviceMemory
 from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.linear_choice import row_counts
+from relay.kernels.cuda.memory import does_not_fit
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas
 from relay.kernels.kv_frames import SharingFailed
 from relay.kernels.program import Program
@@ -23,7 +24,7 @@ FLAG_BYTES = 256  # before the area: MAX_RANKS int32, and room so that the area 
 
 
 class AreaHandle(msgspec.Struct, frozen=True):
-    """What another rank needs to map this one's flags and area."""
+    """What another rank needs to map this one's flags and area, or its KV pool."""
 
     handle: bytes
     size_bytes: int
@@ -31,8 +32,6 @@ class AreaHandle(msgspec.Struct, frozen=True):
 
 class CudaRankShare:
     """Implements ``relay.kernels.ranks.share.Share``. Every rank draws every token itself, from equal logits."""
-
-    shares_pools = False
 
     def __init__(
         self, backend: CudaBackend, device: str, ranks: int, rank: int, max_tokens: int, max_rows: int
@@ -74,14 +73,7 @@ class CudaRankShare:
             if rank == self._rank:
                 areas.append(self._own)
                 continue
-            other = msgspec.msgpack.decode(raw, type=AreaHandle)
-            try:
-                areas.append(self._memory.open(other.handle, other.size_bytes))
-            except SharingFailed as error:
-                raise StartupError(
-                    f"rank {self._rank} on {self._device} cannot reach the memory of rank {rank}: {error}; "
-                    "choose devices that are peers (`relay devices` lists them)"
-                ) from error
+            areas.append(self._open(rank, raw))
         self._areas = areas
         self.backend.set_links(
             Links(
@@ -93,10 +85,40 @@ class CudaRankShare:
             )
         )
 
+    def _open(self, rank: int, raw: bytes) -> DeviceArea:
+        """Memory of another rank."""
+        other = msgspec.msgpack.decode(raw, type=AreaHandle)
+        try:
+            return self._memory.open(other.handle, other.size_bytes)
+        except SharingFailed as error:
+            raise StartupError(
+                f"rank {self._rank} on {self._device} cannot reach the memory of rank {rank}: {error}; "
+                "choose devices that are peers (`relay devices` lists them)"
+            ) from error
+
     @device_errors()
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None:
-        """On the rank's own device; ``memory`` is not used."""
-        self.backend.allocate_kv(num_blocks, block_size, dtype)
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> bytes:
+        """On the rank's own device, in an allocation of its own, which rank 0 maps; ``memory`` is not used."""
+        self.backend.allocate_kv(num_blocks, block_size, dtype, self._new_pool)
+        return msgspec.msgpack.encode(AreaHandle(self._memory.handle(self._pool), self._pool_size))
+
+    def _new_pool(self, size: int) -> torch.Tensor:
+        try:
+            self._pool, self._pool_size = self._memory.allocate(size), size
+        except SharingFailed as error:
+            raise does_not_fit(self._device, "the KV blocks of a rank", size) from error
+        return self._pool.tensor
+
+    def map_pools(self, handles: list[bytes], heads: list[int]) -> None:
+        """Rank 0's: read and write the pools of all from now on, each with so many heads, by rank. Raises StartupError."""
+        kv = self.backend.pool
+        pools, first = [], 0
+        for rank, (raw, count) in enumerate(zip(handles, heads, strict=True)):
+            layers, parts, blocks, _, tokens, dim = kv.shape
+            shape = (layers, parts, blocks, count, tokens, dim)
+            pools.append((first, kv if rank == self._rank else self._open(rank, raw).tensor.view(kv.dtype).view(shape)))
+            first += count
+        self.backend.use_pools(pools)
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
         self.backend.run(start, stop, batch)

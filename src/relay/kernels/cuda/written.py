@@ -22,9 +22,10 @@ class LayerEvents:
 
     Each block remembers the last step that wrote to it, so a read waits for that step's write of the layer and for no later one.
     Where that step has not come to the layer yet, what is to be read was written before, and the layer's latest event covers it.
+    With ``ranks``, ``at`` is where all of them have met since, so an event holds for the pools of all.
     """
 
-    def __init__(self, at: tuple[int, ...], num_blocks: int, block_size: int) -> None:
+    def __init__(self, at: tuple[int, ...], num_blocks: int, block_size: int, *, ranks: bool = False) -> None:
         self._at = at
         self._block_size = block_size
         self._step = 0
@@ -33,6 +34,7 @@ class LayerEvents:
         self._events: list[list[_Recorded | None]] = [[None] * len(at) for _ in range(KEPT)]
         self._latest: list[_Recorded | None] = [None] * len(at)
         self._copied: torch.cuda.Event | None = None
+        self._ranks, self._copying = ranks, False
 
     def begin(self, batch: Batch) -> None:
         """A step is about to be queued."""
@@ -48,6 +50,8 @@ class LayerEvents:
             event = torch.cuda.Event()
             event.record()
             self._recorded += 1
+            if self._copying:
+                self._copied, self._copying = event, False
             events = self._events[self._step % KEPT]
             for layer in layers:
                 events[layer] = self._latest[layer] = _Recorded(self._recorded, event)
@@ -56,6 +60,7 @@ class LayerEvents:
         """A block of every layer was copied on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
+        self._copying = self._ranks  # others may be late with it, but not behind where the ranks meet
 
     def of(
         self, layer: int, block_table: np.ndarray, first: int, count: int, layers: int = 1

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from relay.kernels.ranks.split import check_ranks, even, kv_head_ranges
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
 
-A = TypeVar("A", calls.Fits, calls.KvBytes)
 BATCHES = 4  # remembered: a step is sampled before the second after it runs
 
 
@@ -55,7 +54,7 @@ class RankedBackend:
         self._failed = 0
         self._batches: deque[tuple[int, Batch]] = deque(maxlen=BATCHES)
         self._runs = 0
-        self._lock = threading.Lock()  # of the links: KV is asked for by other threads than the one that computes
+        self._lock = threading.Lock()  # of the links
         self._open = True
         self.kv_parts: tuple[Heads, ...] = ()  # see ``relay.transfer.store``
 
@@ -63,16 +62,11 @@ class RankedBackend:
         """The others load by themselves, at the same time. Raises what a rank said where one cannot."""
         check_ranks(program.geometry, self._ranks)
         self._geometry = program.geometry
+        self.kv_parts = tuple((low, high - low) for low, high in kv_head_ranges(program.geometry, self._ranks))
         self._share.load(program, weights)
         own, handles = self._share.backend.numerics(), [self._share.handle()]
-        for rank, link in enumerate(self._links, 1):
-            try:
-                answer = calls.receive_answer(link)
-            except calls.LinkEnded as error:
-                raise StartupError(f"rank {rank} ended while it loaded: {error}") from error
-            if isinstance(answer, calls.CannotStart):
-                kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
-                raise kinds.get(answer.exit_code, StartupError)(answer.reason)
+        for rank in range(1, self._ranks):
+            answer = self._started(rank, "loaded")
             assert isinstance(answer, calls.Loaded)
             handles.append(answer.handle)
             if answer.numerics != own:
@@ -86,36 +80,43 @@ class RankedBackend:
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: str) -> None:
         g = self._geometry
-        heads = [last - first for first, last in kv_head_ranges(g, self._ranks)]
-        sizes = [pool_bytes(num_blocks, block_size, g.num_layers, one * g.head_dim, dtype) for one in heads]
-        if self._share.shares_pools:
-            os.ftruncate(self._memory, sum(sizes))
+        sizes = [pool_bytes(num_blocks, block_size, g.num_layers, n * g.head_dim, dtype) for _, n in self.kv_parts]
+        self._reserve_pools(sum(sizes))
         self._tell(calls.Allocate(num_blocks=num_blocks, block_size=block_size, dtype=dtype, pool_bytes=sizes))
-        self._share.allocate_kv(num_blocks, block_size, dtype, self._memory, 0)
-        self._kv = self._shared_pools(heads, sizes, num_blocks, block_size, dtype) if self._share.shares_pools else None
-        if self._share.shares_pools:
-            self.kv_parts = tuple((first, last - first) for first, last in kv_head_ranges(g, self._ranks))
+        handles = [self._share.allocate_kv(num_blocks, block_size, dtype, self._memory, 0)]
+        for rank in range(1, self._ranks):
+            answer = self._started(rank, "made room for KV")
+            assert isinstance(answer, calls.Allocated)
+            handles.append(answer.handle)
+        self._map_pools(handles, num_blocks, block_size, dtype)
 
-    def _shared_pools(
-        self, heads: list[int], sizes: list[int], num_blocks: int, block_size: int, dtype: str
-    ) -> AllPools:
+    def _reserve_pools(self, size: int) -> None:
+        os.ftruncate(self._memory, size)
+
+    def _map_pools(self, handles: list[bytes], num_blocks: int, block_size: int, dtype: str) -> None:
+        """So that KV of every rank is read and written here."""
         g, backend = self._geometry, self._share.backend
         assert isinstance(backend, CpuBackend)
-        pools = [
-            RankPool(
-                backend.isa,
-                self._memory,
-                sum(sizes[:rank]),
-                layers=g.num_layers,
-                heads=one,
-                head_dim=g.head_dim,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                dtype=dtype,
-            )
-            for rank, one in enumerate(heads)
-        ]
-        return AllPools(pools, g.num_layers)
+        pools: list[RankPool] = []
+        offset = 0
+        for _, heads in self.kv_parts:
+            sizes = {"layers": g.num_layers, "heads": heads, "head_dim": g.head_dim}
+            blocks = {"num_blocks": num_blocks, "block_size": block_size}
+            pools.append(RankPool(backend.isa, self._memory, offset, **sizes, **blocks, dtype=dtype))
+            offset += pool_bytes(num_blocks, block_size, g.num_layers, heads * g.head_dim, dtype)
+        self._kv = AllPools(pools, g.num_layers)
+
+    def _started(self, rank: int, what: str) -> calls.Loaded | calls.Allocated:
+        """The answer of a rank to what only comes while it starts. Raises what it said where it cannot."""
+        try:
+            answer = calls.receive_answer(self._links[rank - 1])
+        except calls.LinkEnded as error:
+            raise StartupError(f"rank {rank} ended while it {what}: {error}") from error
+        if isinstance(answer, calls.CannotStart):
+            kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
+            raise kinds.get(answer.exit_code, StartupError)(answer.reason)
+        assert isinstance(answer, calls.Loaded | calls.Allocated)
+        return answer
 
     def bind_slot(
         self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
@@ -156,56 +157,17 @@ class RankedBackend:
 
     def kv_bytes_per_token_layer(self) -> int:
         own = self._share.backend.kv_bytes_per_token_layer()
-        return own * self._geometry.num_kv_heads // self._heads(0)
+        return own * self._geometry.num_kv_heads // self.kv_parts[0][1]
 
     def read_kv(
         self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
     ) -> None:
-        if self._kv is not None:
-            self._kv.read(layer, block_table, first, count, out, heads)
-            return
-        assert heads is None, "frames are cut by the places of heads"
-        whole = self._whole(out, count)
-        call = calls.MoveKv(layer=layer, block_table=_int32(block_table), first=first, count=count)
-        head = 0
-        for rank in range(self._ranks):
-            own = self._heads(rank)
-            if rank:
-                data = self._ask(rank, call, calls.KvBytes).data
-            else:
-                buffer = bytearray(whole[:, :, :own].size)
-                self._share.backend.read_kv(layer, block_table, first, count, memoryview(buffer))
-                data = bytes(buffer)
-            if not data:
-                raise ValueError(f"rank {rank} could not read {count} tokens of layer {layer}")
-            whole[:, :, head : head + own] = np.frombuffer(data, np.uint8).reshape(2, count, own, -1)
-            head += own
+        self._kv.read(layer, block_table, first, count, out, heads)
 
     def write_kv(
         self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
     ) -> None:
-        if self._kv is not None:
-            self._kv.write(layer, block_table, first, count, data, heads)
-            return
-        assert heads is None, "frames are cut by the places of heads"
-        whole = self._whole(data, count)
-        table, head = _int32(block_table), 0
-        for rank in range(self._ranks):
-            part = np.ascontiguousarray(whole[:, :, head : head + self._heads(rank)]).tobytes()
-            head += self._heads(rank)
-            if rank:
-                call = calls.MoveKv(layer=layer, block_table=table, first=first, count=count, data=part)
-                self._ask(rank, call, calls.KvBytes)
-            else:
-                self._share.backend.write_kv(layer, block_table, first, count, memoryview(part))
-
-    def _heads(self, rank: int) -> int:
-        first, last = even(self._geometry.num_kv_heads, self._ranks, rank)
-        return last - first
-
-    def _whole(self, data: memoryview, count: int) -> np.ndarray:
-        """``data`` as [K and V, token, head, bytes of a head]."""
-        return np.frombuffer(data, np.uint8).reshape(2, count, self._geometry.num_kv_heads, -1)
+        self._kv.write(layer, block_table, first, count, data, heads)
 
     def ended(self, batch: Batch) -> bool:
         """Rank 0's work needs everybody's, so its end is enough. Only of backends on devices."""
@@ -216,7 +178,7 @@ class RankedBackend:
         backend = cast(QueueingBackend, self._share.backend)
         found = [backend.kv_blocks_that_fit(block_size, fraction)]
         call = calls.Fit(block_size=block_size, fraction=fraction)
-        found += [self._ask(rank, call, calls.Fits).num_blocks for rank in range(1, self._ranks)]
+        found += [self._ask(rank, call).num_blocks for rank in range(1, self._ranks)]
         return min(found)
 
     def warm_up(self, longest: int) -> None:
@@ -245,7 +207,7 @@ class RankedBackend:
             for rank in range(1, self._ranks):
                 self._send(rank, message)
 
-    def _ask(self, rank: int, call: calls.Call, kind: type[A]) -> A:
+    def _ask(self, rank: int, call: calls.Fit) -> calls.Fits:
         """One rank's answer. Other calls wait until it is there, so that answers have an order."""
         with self._lock:
             call.failed = self._failed
@@ -254,7 +216,7 @@ class RankedBackend:
                 answer = calls.receive_answer(self._links[rank - 1])
             except calls.LinkEnded as error:
                 raise self._lost(rank, error) from error
-        assert isinstance(answer, kind)
+        assert isinstance(answer, calls.Fits)
         return answer
 
     def _send(self, rank: int, message: bytes) -> None:
@@ -276,7 +238,3 @@ class RankedBackend:
         except Exception:
             self._failed += 1
             raise
-
-
-def _int32(table: np.ndarray) -> bytes:
-    return np.ascontiguousarray(table, np.int32).tobytes()

@@ -84,21 +84,11 @@ class WarmUp(Call, tag="warm_up"):
     longest: int
 
 
-class MoveKv(Call, tag="move_kv"):
-    """A rank's own heads, canonical: ``data`` is written, or None asks for ``KvBytes``. Where pools are not shared."""
-
-    layer: int
-    block_table: bytes
-    first: int
-    count: int
-    data: bytes | None = None
-
-
 class Close(Call, tag="close"):
     pass
 
 
-AnyCall = Allocate | Bind | Release | CopyBlock | Run | Sample | Connect | Fit | WarmUp | MoveKv | Close
+AnyCall = Allocate | Bind | Release | CopyBlock | Run | Sample | Connect | Fit | WarmUp | Close
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
@@ -112,20 +102,20 @@ class Fits(msgspec.Struct, tag="fits"):
     num_blocks: int
 
 
-class KvBytes(msgspec.Struct, tag="kv"):
-    """Empty: the rank could not."""
+class Allocated(msgspec.Struct, tag="allocated"):
+    """A rank's answer to ``Allocate``: what names its pool where rank 0 must map it."""
 
-    data: bytes
+    handle: bytes = b""
 
 
 class CannotStart(msgspec.Struct, tag="cannot"):
-    """A rank's answer instead: the line for the user and its exit code."""
+    """A rank's answer instead of ``Loaded`` or ``Allocated``: the line for the user and its exit code."""
 
     reason: str
     exit_code: int
 
 
-Answer = Loaded | CannotStart | Fits | KvBytes
+Answer = Loaded | Allocated | CannotStart | Fits
 
 _ARRAYS = ("token_ids", "positions", "row_starts", "slots", "block_tables", "sampled_rows")
 _encoder = msgspec.msgpack.Encoder()

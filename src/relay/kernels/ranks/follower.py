@@ -3,9 +3,7 @@
 import socket
 from typing import cast
 
-import numpy as np
-
-from relay.errors import DeviceLostError
+from relay.errors import DeviceLostError, RelayError
 from relay.kernels.backend import Batch, QueueingBackend
 from relay.kernels.ranks import calls
 from relay.kernels.ranks.backend import BATCHES
@@ -28,8 +26,8 @@ class _Follower:
             call = calls.receive_call(self._link)
             if isinstance(call, calls.Close):
                 return
-            if isinstance(call, calls.MoveKv | calls.Fit):
-                self._answer(call)
+            if isinstance(call, calls.Fit):
+                self._fit(call)
                 continue
             if call.failed != failed:
                 raise DeviceLostError(
@@ -50,8 +48,7 @@ class _Follower:
             case calls.Connect():
                 share.connect(call.handles)
             case calls.Allocate():
-                offset = sum(call.pool_bytes[: self._rank])
-                share.allocate_kv(call.num_blocks, call.block_size, call.dtype, self._memory, offset)
+                self._allocate(call)
             case calls.WarmUp():
                 cast(QueueingBackend, share.backend).warm_up(call.longest)
             case calls.Bind():
@@ -68,23 +65,16 @@ class _Follower:
             case calls.Sample():
                 share.backend.sample(self._batches[call.number])
 
-    def _answer(self, call: calls.MoveKv | calls.Fit) -> None:
-        """Other threads of rank 0 ask for these, at any time, and failures are theirs alone."""
-        backend = self._share.backend
-        if isinstance(call, calls.Fit):
-            num_blocks = cast(QueueingBackend, backend).kv_blocks_that_fit(call.block_size, call.fraction)
-            calls.send(self._link, calls.encode(calls.Fits(num_blocks)))
-            return
-        table = np.frombuffer(call.block_table, np.int32)
-        data = b""
+    def _fit(self, call: calls.Fit) -> None:
+        num_blocks = cast(QueueingBackend, self._share.backend).kv_blocks_that_fit(call.block_size, call.fraction)
+        calls.send(self._link, calls.encode(calls.Fits(num_blocks)))
+
+    def _allocate(self, call: calls.Allocate) -> None:
+        offset = sum(call.pool_bytes[: self._rank])
         try:
-            if call.data is not None:
-                backend.write_kv(call.layer, table, call.first, call.count, memoryview(call.data))
-                data = b"written"
-            else:
-                buffer = bytearray(call.count * backend.kv_bytes_per_token_layer())
-                backend.read_kv(call.layer, table, call.first, call.count, memoryview(buffer))
-                data = bytes(buffer)
-        except ValueError:
-            data = b""
-        calls.send(self._link, calls.encode(calls.KvBytes(data)))
+            handle = self._share.allocate_kv(call.num_blocks, call.block_size, call.dtype, self._memory, offset)
+        except RelayError as error:
+            calls.send(self._link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
+            calls.receive_call(self._link)  # rank 0 ends with this error, before its watcher has seen us end
+            raise
+        calls.send(self._link, calls.encode(calls.Allocated(handle)))

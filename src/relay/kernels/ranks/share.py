@@ -27,8 +27,6 @@ class Share(Protocol):
     the same order as those of ``backend`` itself, which is a whole one of this part.
     """
 
-    shares_pools: bool  # whether rank 0 maps the KV pools of all ranks
-
     @property
     def backend(self) -> CpuBackend | QueueingBackend: ...
 
@@ -42,7 +40,9 @@ class Share(Protocol):
         """``handles`` of all ranks, by rank."""
         ...
 
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None: ...
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> bytes:
+        """What rank 0 needs in order to map this rank's pool."""
+        ...
 
     def run(self, start: int, stop: int, batch: Batch) -> None: ...
 
@@ -56,7 +56,6 @@ class RankShare:
     def __init__(self, backend: CpuBackend, exchange: Exchange, ranks: int, rank: int) -> None:
         self.backend, self.exchange = backend, exchange
         self._ranks, self._rank = ranks, rank
-        self.shares_pools = True
         self.part: RankProgram
         self._runs = 0
 
@@ -76,12 +75,13 @@ class RankShare:
     def connect(self, handles: list[bytes]) -> None:
         """Ranks of one machine's processors met when they were started."""
 
-    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> None:
-        """The pool lies at ``offset`` of the memfd ``memory``."""
+    def allocate_kv(self, num_blocks: int, block_size: int, dtype: str, memory: int, offset: int) -> bytes:
+        """The pool lies at ``offset`` of the memfd ``memory``, which rank 0 maps anyway."""
         g = self.part.program.geometry
         size = pool_bytes(num_blocks, block_size, g.num_layers, g.kv_width, dtype)
         mapped = np.frombuffer(mmap.mmap(memory, size, offset=offset), np.uint8)
         self.backend.allocate_kv(num_blocks, block_size, dtype, memory=mapped)
+        return b""
 
     def run(self, start: int, stop: int, batch: Batch) -> None:
         """Ops [start, stop) with the meetings among them; returns when every rank has come to the end.

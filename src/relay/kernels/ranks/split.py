@@ -5,7 +5,7 @@ after some ops ranks *meet*: partial products are summed, or parts of the logits
 docs/decisions/0014-several-gpus.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -80,6 +80,11 @@ def check_ranks(geometry: Geometry, ranks: int) -> None:
 def kv_head_ranges(geometry: Geometry, ranks: int) -> tuple[Range, ...]:
     """KV heads by rank."""
     return tuple(even(geometry.num_kv_heads, ranks, rank) for rank in range(ranks))
+
+
+def met_points(points: Sequence[int], meetings: Collection[int]) -> tuple[int, ...]:
+    """For each place in the program the one just after the next meeting: there every rank has passed it."""
+    return tuple(min(index for index in meetings if index >= point) + 1 for point in points)
 
 
 def split_program(whole: Program, ranks: int, rank: int) -> RankProgram:
