@@ -131,6 +131,8 @@ def check_bits(work: Path, device: str = "cuda:0") -> Result:
             compared += 1
             if not torch.equal(tensor.view(torch.int16), direct[name].view(torch.int16)):
                 wrong.append(f"{dtype} {name}")
+    shutil.rmtree(work / "bits")
+    (work / "bits.pack").unlink()
     return {"compared": compared, "wrong": wrong}
 
 
@@ -213,6 +215,7 @@ def measure(work: Path, limit_s: float) -> Result:
         return row
 
     def pack_written() -> None:
+        shutil.rmtree(folder)  # one of them at a time: memory may be short
         gpu_pack.write(pack, LLAMA_8B)
         remember(pack, cache)
 

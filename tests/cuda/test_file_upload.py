@@ -189,14 +189,12 @@ def test_a_file_that_changed_before_or_while_it_is_read(tmp_path: Path) -> None:
     touched: list[int] = []
     with (
         mock.patch.object(weights, "no_progress", touch),
-        pytest.raises(CorruptModelError, match="changed since") as error,
+        pytest.raises(CorruptModelError, match="changed after") as error,
     ):
         loaded(direct, program, "bfloat16")
     assert touched
     assert str(file) in str(error.value)
-    with pytest.raises(
-        CorruptModelError, match=r"1\.safetensors: changed since its weights were read whole; a new start"
-    ):
+    with pytest.raises(CorruptModelError, match=r"1\.safetensors: changed after its weights were read whole"):
         loaded(direct, program, "bfloat16")
     file.unlink()
     with pytest.raises(CorruptModelError, match=r"1\.safetensors: cannot be read \(No such file"):
@@ -213,7 +211,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypatch: py
 
     with (
         mock.patch.object(weights, "no_progress", cut_off),
-        pytest.raises(CorruptModelError, match=r"1\.safetensors: truncated at byte"),
+        pytest.raises(CorruptModelError, match=r"1\.safetensors: truncated: byte"),
     ):
         loaded(direct, build_program(CONFIG), "bfloat16")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]

@@ -41,9 +41,7 @@ class ModelFile:
             raise CorruptModelError(f"{self.path}: cannot be read ({error.strerror})") from error
         if self._of(self.path, found) != self:
             size = "" if found.st_size == self.size else f" (it had {self.size} bytes and has {found.st_size})"
-            raise CorruptModelError(
-                f"{self.path}: changed since its weights were read whole{size}; a new start of relay serve reads it again"
-            )
+            raise CorruptModelError(f"{self.path}: changed after its weights were read whole{size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ class OpenFiles:
             except OSError as error:
                 raise CorruptModelError(f"{file.path}: cannot be read ({error.strerror})") from error
             if not count:
-                raise CorruptModelError(f"{file.path}: truncated at byte {offset} while it was read")
+                raise CorruptModelError(f"{file.path}: truncated: byte {offset} is past its end")
             offset += count
             target = target[count:]
 

@@ -88,7 +88,7 @@ class ModelStore:
         name, path = self._resolve(argument, storage)
         source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
         pack = Pack(path, rebuild=f"relay model pull {_flag(storage)}{source}")
-        pack.check_files()
+        pack.take_files()
         check(pack, self.cache_dir)
         return LoadedModel(name, pack, build_program(pack.config))
 
@@ -108,6 +108,12 @@ class ModelStore:
         if local is not None:
             return local.is_dir()
         return argument not in ALIASES and argument not in cached_names(self.cache_dir)
+
+    def storage_at_hand(self, argument: str) -> Storage:
+        """What shows ``argument`` soonest: weights in safetensors are not packed just to be looked at."""
+        return (
+            "direct" if self.in_safetensors(argument) and not self._place(argument, "native")[1].exists() else "native"
+        )
 
     def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
         """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""

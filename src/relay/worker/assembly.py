@@ -43,6 +43,7 @@ def assemble(spec: WorkerSpec, announce: Callable[[Phase], None] = lambda phase:
         raise ModelNotFoundError(f"no pack file at {spec.pack_path}") from error
     if spec.model_digest and pack.digest != spec.model_digest:
         raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    pack.take_files()
     program = build_program(pack.config)
     geometry = program.geometry
     max_model_len = spec.max_model_len or geometry.max_positions

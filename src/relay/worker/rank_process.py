@@ -45,6 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         try:
             pack = Pack(Path(spec.pack_path))
+            pack.take_files()
             share = rank_share(spec, arguments.rank, place)
             share.load(build_program(pack.config), pack)
         except RelayError as error:

@@ -104,6 +104,7 @@ def _load(spec: WorkerSpec) -> Callable[[], bytes]:
     pack = Pack(Path(spec.pack_path))
     if spec.model_digest and pack.digest != spec.model_digest:
         raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    pack.take_files()
     moved = report_for("holder", spec.pack_path, spec.device).moved
     return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype, moved)
 
