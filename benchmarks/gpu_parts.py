@@ -89,7 +89,7 @@ def kv_speed(folder: Path) -> Result:
 
     kv = torch.randn(4, 2, 128, 8, 64, 128, device="cuda").bfloat16()
     table = np.random.default_rng(0).permutation(128)[:32].astype(np.int32)
-    plan = Plan([KvRange(1, 1, 0, 2048, table)], [0], 64)
+    plan = Plan([KvRange(1, 1, 0, 2048, table)], [0], 64, 8)
     flat = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
     words = torch.from_numpy(plan.words.copy()).cuda()
     rate = copy_rate()

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -90,13 +91,21 @@ def both_ways(tmp_path: Path, stored: str) -> tuple[Pack, Pack]:
 
 
 def loaded(
-    pack: WeightSource, program: Program, dtype: str, quantized: bool = False, moved: "list[int] | None" = None
+    pack: WeightSource,
+    program: Program,
+    dtype: str,
+    quantized: bool = False,
+    moved: "list[int] | None" = None,
+    on: str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Every tensor that a backend has after its load."""
-    device = Device("cpu", max_decodes=8)
+    """Every tensor that a backend on device ``on`` has after its load."""
+    device = Device(on, max_decodes=8)
     progress = weights.no_progress if moved is None else moved.append
-    upload = weights.WeightUpload("cpu", progress, weights.TYPES[dtype])
-    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), mock.patch.object(torch.cuda, "Event"):
+    upload = weights.WeightUpload(on, progress, weights.TYPES[dtype])
+    with ExitStack() as stack:
+        if on == "cpu":
+            stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+            stack.enter_context(mock.patch.object(torch.cuda, "Event"))
         loading.load_weights(program, pack, device, upload, quantized=quantized)
     found = {f"matrix {name}": tensor for name, tensor in device.matrices.items()}
     found |= {f"scale {name}": tensor for name, tensor in device.scales.items()}
@@ -125,6 +134,19 @@ def test_every_tensor_is_that_of_the_pack(
     assert_same(loaded(direct, program, dtype, moved=moved), want)
     assert sum(moved) == sum(rows.num_bytes for rows in direct.matrices())
     assert len(moved) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("stored", ["bfloat16", "mixed"])
+def test_on_a_device(stored: str, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_upload, "CHUNK_BYTES", 4098)
+    full, direct = both_ways(tmp_path, stored)
+    program = build_program(CONFIG)
+    want = loaded(full, program, "bfloat16", quantized, on="cuda:0")
+    for _ in range(5):
+        assert_same(loaded(direct, program, "bfloat16", quantized, on="cuda:0"), want)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 64])
