@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -189,6 +190,8 @@ def test_a_pack_given_by_itself_whose_files_changed(harm: Any, text: str, listed
     assert str(folder / "model.safetensors") in str(refused.value)
     assert text in str(refused.value)
     assert "\n" not in str(refused.value)
+    with pytest.raises(CorruptModelError, match=re.escape(text)):
+        ModelStore(tmp_path / "cache").open(str(path), "direct")
     (cached,) = cached_packs(tmp_path / "cache")
     assert listed in cached.problem
 

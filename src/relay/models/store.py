@@ -136,7 +136,7 @@ class ModelStore:
 
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
-        if not _usable(path, storage):
+        if not _usable(argument, path, storage):
             try:
                 self._make_pack(argument, name, path, storage)
             except OSError as error:
@@ -147,7 +147,7 @@ class ModelStore:
 
     def _make_pack(self, argument: str, name: str, path: Path, storage: Storage) -> None:
         with _locked(self.cache_dir / "locks" / path.name):
-            if not _usable(path, storage):  # else another process made it while we waited
+            if not _usable(argument, path, storage):  # else another process made it while we waited
                 source = self._checkpoint(argument)
                 _check_texts(source)
                 if storage != "direct":
@@ -188,9 +188,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufSource(path)
 
 
-def _usable(path: Path, storage: Storage) -> bool:
+def _usable(argument: str, path: Path, storage: Storage) -> bool:
     """Whether a pack is there; a direct one is made anew where anything is wrong with it: that takes seconds."""
-    if storage != "direct" or path.suffixes[-2:] != [_STORAGE_SUFFIX[storage], PACK_SUFFIX]:
+    if storage != "direct" or Path(argument).suffix == PACK_SUFFIX:
         return path.exists()
     try:
         Pack(path).check_files()
