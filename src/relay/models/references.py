@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import local
 from typing import NamedTuple
 
@@ -53,11 +52,7 @@ class Places(msgspec.Struct, frozen=True):
 
     def now(self) -> "Places":
         """The same with what ``stat`` says now. Raises CorruptModelError."""
-        try:
-            files = tuple(ModelFile.now(Path(file.path)) for file in self.files)
-        except OSError as error:
-            raise CorruptModelError(f"{error.filename}: cannot be read ({error.strerror})") from error
-        return Places(files, self.parts)
+        return Places(tuple(ModelFile.now(file.path) for file in self.files), self.parts)
 
     def files_that_differ(self, other: "Places") -> set[ModelFile]:
         return {mine for mine, theirs in zip(self.files, other.files, strict=True) if mine != theirs}
