@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 
 from relay.errors import CorruptModelError
+from relay.kernels.model_files import FileMatrix
 from relay.kernels.perturbed import NudgedWeights
 from relay.kernels.program import Program
 from relay.kernels.ranks.split import split_program
@@ -156,6 +158,57 @@ def test_any_number_of_readers(threads: int, tmp_path: Path, monkeypatch: pytest
     full, direct = both_ways(tmp_path, "bfloat16")
     program = build_program(CONFIG)
     assert_same(loaded(direct, program, "bfloat16"), loaded(full, program, "bfloat16"))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_no_buffer_is_filled_again_before_its_copy_has_ended(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that copies as late as it may: only when something waits for it."""
+    queue: list[Callable[[], None]] = []
+    waits = 0
+
+    class Event:
+        def record(self) -> None:
+            self.at = len(queue)
+
+        def synchronize(self) -> None:
+            nonlocal waits
+            waits += 1
+            run(self.at)
+
+    def run(until: int) -> None:
+        for index in range(until):
+            queue[index]()
+            queue[index] = lambda: None
+
+    class Late(file_upload.FileUpload):
+        def _copy(self, matrix: FileMatrix, chunk: object, stage: torch.Tensor) -> None:
+            super()._copy(matrix, chunk, torch.zeros_like(stage))  # makes room
+            super_copy, state = super()._copy, dict(self._open)
+
+            def copy() -> None:
+                now, self._open = self._open, state
+                super_copy(matrix, chunk, stage)
+                self._open = now
+
+            queue.append(copy)
+
+    monkeypatch.setattr(file_upload, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(file_upload, "_stage", lambda pinned: torch.empty(1000, dtype=torch.uint8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(threads))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    full, direct = both_ways(tmp_path, "bfloat16")
+    program = build_program(CONFIG)
+    upload = Late("cpu")
+    upload._queues = True
+    found: dict[str, torch.Tensor] = {}
+    names = loading.shapes_of(program)[0]
+    upload.load({name: direct.in_files(name) for name in names}, found.__setitem__)
+    assert waits == len(queue) - (2 * threads + 1) > 100
+    run(len(queue))
+    want = loaded(full, program, "bfloat16")
+    assert_same({f"matrix {name}": found[name] for name in found}, {k: v for k, v in want.items() if "matrix" in k})
 
 
 def test_int8_has_the_same_codes_and_scales(tmp_path: Path) -> None:
