@@ -61,6 +61,7 @@ def tokenizer_json(vocab: int) -> str:
 def write(path: Path, config: ModelConfig) -> None:
     generator = np.random.default_rng(0)
     noise = generator.standard_normal(1 << 24, np.float32)
+    rounded: dict[np.float32, np.ndarray] = {}
     entries: list[Entry] = []
     with open(path, "wb") as file:
         file.write(b"\0" * PREAMBLE_BYTES)
@@ -79,7 +80,9 @@ def write(path: Path, config: ModelConfig) -> None:
             if isinstance(item, MatrixItem):
                 spread = LOGIT_SPREAD if config.tied_embeddings else item.k**0.5
                 scale = np.float32(item.k**-0.5 * (spread if item.name == "embed" else 1))
-                bits = ((noise * scale).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+                if scale not in rounded:
+                    rounded[scale] = ((noise * scale).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+                bits = rounded[scale]
                 size = packed_bytes(item.n, item.k, Encoding.BF16)
                 whole, left = divmod(size, bits.nbytes)
                 offset = int(generator.integers(0, 1 << 20))

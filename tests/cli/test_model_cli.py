@@ -14,7 +14,7 @@ from relay.errors import CorruptModelError, ModelNotFoundError
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from gguf_files import write_gguf
-from tiny_models import config_json, random_tensors
+from tiny_models import config_json, random_tensors, write_folder
 
 from relay.models.cache import packs_dir
 from relay.models.checked import remember
@@ -60,6 +60,25 @@ def test_pull_list_inspect_rm(gguf: Path, cache: Path) -> None:
     assert json.loads(relay_model("list", "--json").stdout) == {"models": []}
     assert "relay model pull smollm2" in relay_model("list").stdout
     assert gguf.exists()
+
+
+def test_safetensors_are_read_and_not_packed(cache: Path, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", config_json())
+    pulled = relay_model("pull", str(folder), "--storage", "direct")
+    assert pulled.exit_code == 0
+    assert "reading folder 100 %" in pulled.stderr
+    shown = relay_model("inspect", str(folder), "--verify", "--json")
+    assert "reading" not in shown.stderr
+    facts = json.loads(shown.stdout)
+    assert (facts["storage"], facts["verified"], facts["encodings"].keys()) == ("direct", True, {"F32"})
+    assert len(list(packs_dir(cache).glob("*.pack"))) == 1
+    assert relay_model("pull", str(folder)).exit_code == 0
+    full = json.loads(relay_model("inspect", str(folder), "--json").stdout)
+    assert full["storage"] == "native"
+    differ = {key for key, value in full.items() if value != facts.get(key)}
+    assert differ == {"digest", "path", "bytes", "storage", "encodings"}  # the last by what fills panels
+    assert relay_model("rm", str(folder)).exit_code == 0
+    assert not list(packs_dir(cache).glob("*.pack"))
 
 
 def test_rm_by_the_path_it_was_packed_from(gguf: Path, cache: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 
 from relay.errors import CorruptModelError
+from relay.kernels.model_files import FileMatrix
 from relay.kernels.perturbed import NudgedWeights
 from relay.kernels.program import Program
 from relay.kernels.ranks.split import split_program
@@ -90,13 +93,21 @@ def both_ways(tmp_path: Path, stored: str) -> tuple[Pack, Pack]:
 
 
 def loaded(
-    pack: WeightSource, program: Program, dtype: str, quantized: bool = False, moved: "list[int] | None" = None
+    pack: WeightSource,
+    program: Program,
+    dtype: str,
+    quantized: bool = False,
+    moved: "list[int] | None" = None,
+    on: str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Every tensor that a backend has after its load."""
-    device = Device("cpu", max_decodes=8)
+    """Every tensor that a backend on device ``on`` has after its load."""
+    device = Device(on, max_decodes=8)
     progress = weights.no_progress if moved is None else moved.append
-    upload = weights.WeightUpload("cpu", progress, weights.TYPES[dtype])
-    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), mock.patch.object(torch.cuda, "Event"):
+    upload = weights.WeightUpload(on, progress, weights.TYPES[dtype])
+    with ExitStack() as stack:
+        if on == "cpu":
+            stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+            stack.enter_context(mock.patch.object(torch.cuda, "Event"))
         loading.load_weights(program, pack, device, upload, quantized=quantized)
     found = {f"matrix {name}": tensor for name, tensor in device.matrices.items()}
     found |= {f"scale {name}": tensor for name, tensor in device.scales.items()}
@@ -127,6 +138,19 @@ def test_every_tensor_is_that_of_the_pack(
     assert len(moved) > 100
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("stored", ["bfloat16", "mixed"])
+def test_on_a_device(stored: str, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_upload, "CHUNK_BYTES", 4098)
+    full, direct = both_ways(tmp_path, stored)
+    program = build_program(CONFIG)
+    want = loaded(full, program, "bfloat16", quantized, on="cuda:0")
+    for _ in range(5):
+        assert_same(loaded(direct, program, "bfloat16", quantized, on="cuda:0"), want)
+
+
 @pytest.mark.parametrize("threads", [1, 3, 64])
 def test_any_number_of_readers(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_upload, "CHUNK_BYTES", 1000)
@@ -134,6 +158,57 @@ def test_any_number_of_readers(threads: int, tmp_path: Path, monkeypatch: pytest
     full, direct = both_ways(tmp_path, "bfloat16")
     program = build_program(CONFIG)
     assert_same(loaded(direct, program, "bfloat16"), loaded(full, program, "bfloat16"))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_no_buffer_is_filled_again_before_its_copy_has_ended(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that copies as late as it may: only when something waits for it."""
+    queue: list[Callable[[], None]] = []
+    waits = 0
+
+    class Event:
+        def record(self) -> None:
+            self.at = len(queue)
+
+        def synchronize(self) -> None:
+            nonlocal waits
+            waits += 1
+            run(self.at)
+
+    def run(until: int) -> None:
+        for index in range(until):
+            queue[index]()
+            queue[index] = lambda: None
+
+    class Late(file_upload.FileUpload):
+        def _copy(self, matrix: FileMatrix, chunk: object, stage: torch.Tensor) -> None:
+            super()._copy(matrix, chunk, torch.zeros_like(stage))  # makes room
+            super_copy, state = super()._copy, dict(self._open)
+
+            def copy() -> None:
+                now, self._open = self._open, state
+                super_copy(matrix, chunk, stage)
+                self._open = now
+
+            queue.append(copy)
+
+    monkeypatch.setattr(file_upload, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(file_upload, "_stage", lambda pinned: torch.empty(1000, dtype=torch.uint8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(threads))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    full, direct = both_ways(tmp_path, "bfloat16")
+    program = build_program(CONFIG)
+    upload = Late("cpu")
+    upload._queues = True
+    found: dict[str, torch.Tensor] = {}
+    names = loading.shapes_of(program)[0]
+    upload.load({name: direct.in_files(name) for name in names}, found.__setitem__)
+    assert waits == len(queue) - (2 * threads + 1) > 100
+    run(len(queue))
+    want = loaded(full, program, "bfloat16")
+    assert_same({f"matrix {name}": found[name] for name in found}, {k: v for k, v in want.items() if "matrix" in k})
 
 
 def test_int8_has_the_same_codes_and_scales(tmp_path: Path) -> None:
@@ -189,14 +264,12 @@ def test_a_file_that_changed_before_or_while_it_is_read(tmp_path: Path) -> None:
     touched: list[int] = []
     with (
         mock.patch.object(weights, "no_progress", touch),
-        pytest.raises(CorruptModelError, match="changed since") as error,
+        pytest.raises(CorruptModelError, match="changed after") as error,
     ):
         loaded(direct, program, "bfloat16")
     assert touched
     assert str(file) in str(error.value)
-    with pytest.raises(
-        CorruptModelError, match=r"1\.safetensors: changed since its weights were read whole; a new start"
-    ):
+    with pytest.raises(CorruptModelError, match=r"1\.safetensors: changed after its weights were read whole"):
         loaded(direct, program, "bfloat16")
     file.unlink()
     with pytest.raises(CorruptModelError, match=r"1\.safetensors: cannot be read \(No such file"):
@@ -213,7 +286,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path, monkeypatch: py
 
     with (
         mock.patch.object(weights, "no_progress", cut_off),
-        pytest.raises(CorruptModelError, match=r"1\.safetensors: truncated at byte"),
+        pytest.raises(CorruptModelError, match=r"1\.safetensors: truncated: byte"),
     ):
         loaded(direct, build_program(CONFIG), "bfloat16")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]

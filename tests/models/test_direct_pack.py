@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from relay.models.hf_config import parse_config
 from relay.models.loaded import LoadedModel
 from relay.models.pack import Pack
 from relay.models.progress import NoProgress
+from relay.models.references import read_whole
 from relay.models.safetensors_source import SafetensorsSource
 from relay.models.store import ModelStore, open_model
 
@@ -132,7 +135,7 @@ def test_a_second_start_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(*arguments: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("relay.models.pack.read_whole", fail)
+    monkeypatch.setattr("relay.models.references.read_whole", fail)
     monkeypatch.setattr("relay.models.direct_packer.read_whole", fail)
     assert direct(folder, tmp_path / "cache").digest == first.digest
     os.utime(folder / "model.safetensors")
@@ -148,7 +151,7 @@ def test_a_touched_file_is_read_again_to_the_same_digest(tmp_path: Path) -> None
     time.sleep(0.02)  # longer than a tick of the clock that files are stamped with
     os.chmod(file, 0o600)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # only the time of the inode's change differs
-    with pytest.raises(CorruptModelError, match="changed since its weights were read whole; a new start"):
+    with pytest.raises(CorruptModelError, match="changed after its weights were read whole"):
         before.pack.check_files()
     after = direct(folder, tmp_path / "cache")
     assert (after.digest, after.pack.path) == (before.digest, before.pack.path)
@@ -165,20 +168,20 @@ def test_an_edited_file_is_a_new_model_and_its_old_pack_goes(tmp_path: Path) -> 
     assert new.digest != old.digest
     assert not old.pack.path.exists()
     assert full.pack.path.exists()  # of another storage: it goes when it is made anew itself
-    with pytest.raises(CorruptModelError, match=r"model\.safetensors: changed since"):
+    with pytest.raises(CorruptModelError, match=r"model\.safetensors: changed after"):
         old.pack.check_files()
-    with pytest.raises(CorruptModelError, match=r"model\.safetensors: changed since"), OpenFiles() as files:
+    with pytest.raises(CorruptModelError, match=r"model\.safetensors: changed after"), OpenFiles() as files:
         files.descriptor(old.pack.in_files("embed").parts[0].file)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("harm", "text"),
+    ("harm", "text", "listed"),
     [
-        (lambda file: file.unlink(), "cannot be read (No such file or directory)"),
-        (lambda file: os.truncate(file, 5000), "(it had "),
+        (lambda file: file.unlink(), "cannot be read (No such file or directory)", "cannot be read"),
+        (lambda file: os.truncate(file, 5000), "is past its end", "(it had "),
     ],
 )
-def test_a_pack_given_by_itself_whose_files_changed(harm: Any, text: str, tmp_path: Path) -> None:
+def test_a_pack_given_by_itself_whose_files_changed(harm: Any, text: str, listed: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", config_json())
     path = direct(folder, tmp_path / "cache").pack.path
     harm(folder / "model.safetensors")
@@ -187,8 +190,36 @@ def test_a_pack_given_by_itself_whose_files_changed(harm: Any, text: str, tmp_pa
     assert str(folder / "model.safetensors") in str(refused.value)
     assert text in str(refused.value)
     assert "\n" not in str(refused.value)
-    (listed,) = cached_packs(tmp_path / "cache")
-    assert text in listed.problem
+    with pytest.raises(CorruptModelError, match=re.escape(text)):
+        ModelStore(tmp_path / "cache").open(str(path), "direct")
+    (cached,) = cached_packs(tmp_path / "cache")
+    assert listed in cached.problem
+
+
+def test_a_worker_takes_a_touched_file_and_refuses_other_weights(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "m", tensors())
+    pack = direct(folder, tmp_path / "cache").pack
+    before = {name: pack.in_files(name) for name in ("embed", "lm_head", "layers.1.down")}
+    time.sleep(0.02)
+    for file in folder.iterdir():
+        os.utime(file)
+    with mock.patch.object(references, "read_whole", side_effect=read_whole) as reads:
+        again = Pack(pack.path)
+        again.take_files()
+        again.take_files()  # it knows now
+    assert [len(call.args[0]) for call in reads.call_args_list] == [2 * 7 + 2]
+    assert again.digest == pack.digest
+    for name, matrix in before.items():
+        taken = again.in_files(name)
+        assert taken is not None
+        assert taken != matrix
+        values(taken)  # opens its files, which are checked
+    others = tensors(1)
+    save_file({name: others[name] for name in sorted(others)[1::3]}, folder / "model-1.safetensors")
+    with pytest.raises(
+        CorruptModelError, match=r"model-1\.safetensors: damaged or changed: the weights of .* do not match"
+    ):
+        Pack(pack.path).take_files()
 
 
 def test_a_file_cut_off_after_it_was_opened(tmp_path: Path) -> None:
@@ -200,9 +231,9 @@ def test_a_file_cut_off_after_it_was_opened(tmp_path: Path) -> None:
         files.descriptor(file)
         time.sleep(0.02)
         os.truncate(file.path, 3000)
-        with pytest.raises(CorruptModelError, match="truncated at byte 3000 while it was read"):
+        with pytest.raises(CorruptModelError, match="truncated: byte 3000 is past its end"):
             files.read(file, 2000, memoryview(bytearray(5000)))
-        with pytest.raises(CorruptModelError, match="changed since"):
+        with pytest.raises(CorruptModelError, match="changed after"):
             files.check()
 
 
@@ -240,7 +271,7 @@ def test_rot_that_leaves_the_times_is_found_by_reading(tmp_path: Path, monkeypat
     os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
     monkeypatch.setattr("relay.kernels.model_files.ModelFile.check", lambda *arguments: None)
     direct(folder, tmp_path / "cache")
-    with pytest.raises(CorruptModelError, match="is damaged: its content does not match its digest"):
+    with pytest.raises(CorruptModelError, match="damaged or changed: the weights of embed do not match their digest"):
         model.pack.verify()
     assert ModelStore(tmp_path / "cache").pull(str(folder), "direct").digest != model.digest
 

@@ -80,8 +80,9 @@ def list_command(as_json: bool, cache_dir: Path) -> None:
 @_json_option
 @_cache_option
 def inspect(model_name: str, verify: bool, as_json: bool, cache_dir: Path) -> None:
-    """Show what MODEL is. Never touches the network; a local file not seen before is packed first."""
-    loaded = ModelStore(cache_dir, offline=True, progress=console_progress()).open(model_name)
+    """Show what MODEL is. Never touches the network; a local file not seen before is packed first, safetensors are read."""
+    store = ModelStore(cache_dir, offline=True, progress=console_progress())
+    loaded = store.open(model_name, store.storage_at_hand(model_name))
     if verify:
         loaded.pack.verify()
     facts = describe(loaded)

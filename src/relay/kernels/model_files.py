@@ -6,7 +6,6 @@ Reads are ``pread``: a file that is cut off meanwhile is an error and no signal.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from relay.errors import CorruptModelError
@@ -25,9 +24,9 @@ class ModelFile:
     ctime_ns: int
 
     @classmethod
-    def now(cls, path: Path) -> "ModelFile":
-        """Raises OSError."""
-        return cls._of(str(path), os.stat(path))
+    def now(cls, path: str) -> "ModelFile":
+        """Raises CorruptModelError."""
+        return cls._of(path, _stat(path, path))
 
     @classmethod
     def _of(cls, path: str, found: os.stat_result) -> "ModelFile":
@@ -35,15 +34,17 @@ class ModelFile:
 
     def check(self, descriptor: int | None = None) -> None:
         """Raises CorruptModelError if the file (or what is open as ``descriptor``) is not the one that was read whole."""
-        try:
-            found = os.stat(self.path if descriptor is None else descriptor)
-        except OSError as error:
-            raise CorruptModelError(f"{self.path}: cannot be read ({error.strerror})") from error
+        found = _stat(self.path, self.path if descriptor is None else descriptor)
         if self._of(self.path, found) != self:
             size = "" if found.st_size == self.size else f" (it had {self.size} bytes and has {found.st_size})"
-            raise CorruptModelError(
-                f"{self.path}: changed since its weights were read whole{size}; a new start of relay serve reads it again"
-            )
+            raise CorruptModelError(f"{self.path}: changed after its weights were read whole{size}")
+
+
+def _stat(path: str, what: str | int) -> os.stat_result:
+    try:
+        return os.stat(what)
+    except OSError as error:
+        raise CorruptModelError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class OpenFiles:
             except OSError as error:
                 raise CorruptModelError(f"{file.path}: cannot be read ({error.strerror})") from error
             if not count:
-                raise CorruptModelError(f"{file.path}: truncated at byte {offset} while it was read")
+                raise CorruptModelError(f"{file.path}: truncated: byte {offset} is past its end")
             offset += count
             target = target[count:]
 

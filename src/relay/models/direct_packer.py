@@ -52,6 +52,6 @@ def _matrix(source: SafetensorsSource, item: MatrixItem, files: dict[str, ModelF
             raise wrong_shape(source, name, list(place.shape), [rows, item.k])
         where = str(place.path.absolute())
         if where not in files:
-            files[where] = ModelFile.now(Path(where))
+            files[where] = ModelFile.now(where)
         parts.append(FilePart(files[where], place.offset, rows, place.encoding))
     return FileMatrix(item.k, tuple(parts))

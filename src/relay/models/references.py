@@ -6,7 +6,7 @@ or cut into other shards, have the same digest. See docs/decisions/0017-direct-p
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from relay.errors import CorruptModelError
 from relay.kernels.model_files import VALUE_BYTES, FileMatrix, FilePart, ModelFile, OpenFiles
 from relay.kernels.packing import MatrixSource, all_finite
 from relay.kernels.weights import Encoding
@@ -48,6 +49,13 @@ class Places(msgspec.Struct, frozen=True):
         places = zip(reference.parts, self.parts[reference.name], strict=True)
         parts = [FilePart(self.files[file], at, part.rows, Encoding[part.encoding]) for part, (file, at) in places]
         return FileMatrix(reference.k, tuple(parts))
+
+    def now(self) -> "Places":
+        """The same with what ``stat`` says now. Raises CorruptModelError."""
+        return Places(tuple(ModelFile.now(file.path) for file in self.files), self.parts)
+
+    def files_that_differ(self, other: "Places") -> set[ModelFile]:
+        return {mine for mine, theirs in zip(self.files, other.files, strict=True) if mine != theirs}
 
 
 class WholeRead(NamedTuple):
@@ -90,6 +98,24 @@ def read_whole(matrices: Sequence[FileMatrix], advance: Callable[[int], None]) -
         files.check()
     ordered = iter(found)
     return [[next(ordered) for _ in matrix.parts] for matrix in matrices]
+
+
+def check_weights(references: Sequence[Reference], places: Places, files: Set[ModelFile]) -> None:
+    """Read all that lies in ``files`` and compare with the digests. Raises CorruptModelError."""
+    rows: list[tuple[str, Rows]] = []
+    wanted: list[FileMatrix] = []
+    for reference in references:
+        matrix = places.matrix(reference)
+        for expected, part in zip(reference.parts, matrix.parts, strict=True):
+            if part.file in files:
+                rows.append((reference.name, expected))
+                wanted.append(FileMatrix(matrix.stored_k, (part,)))
+    reads = read_whole(wanted, lambda count: None)
+    for (name, expected), matrix, (read,) in zip(rows, wanted, reads, strict=True):
+        if read.digest != expected.digest:
+            raise CorruptModelError(
+                f"{matrix.parts[0].file.path}: damaged or changed: the weights of {name} do not match their digest"
+            )
 
 
 def _finite(raw: np.ndarray, encoding: Encoding) -> bool:

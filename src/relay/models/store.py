@@ -88,7 +88,7 @@ class ModelStore:
         name, path = self._resolve(argument, storage)
         source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
         pack = Pack(path, rebuild=f"relay model pull {_flag(storage)}{source}")
-        pack.check_files()
+        pack.take_files()
         check(pack, self.cache_dir)
         return LoadedModel(name, pack, build_program(pack.config))
 
@@ -108,6 +108,12 @@ class ModelStore:
         if local is not None:
             return local.is_dir()
         return argument not in ALIASES and argument not in cached_names(self.cache_dir)
+
+    def storage_at_hand(self, argument: str) -> Storage:
+        """What shows ``argument`` soonest: weights in safetensors are not packed just to be looked at."""
+        return (
+            "direct" if self.in_safetensors(argument) and not self._place(argument, "native")[1].exists() else "native"
+        )
 
     def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
         """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
@@ -130,7 +136,7 @@ class ModelStore:
 
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
-        if not _usable(path, storage):
+        if not _usable(argument, path, storage):
             try:
                 self._make_pack(argument, name, path, storage)
             except OSError as error:
@@ -141,7 +147,7 @@ class ModelStore:
 
     def _make_pack(self, argument: str, name: str, path: Path, storage: Storage) -> None:
         with _locked(self.cache_dir / "locks" / path.name):
-            if not _usable(path, storage):  # else another process made it while we waited
+            if not _usable(argument, path, storage):  # else another process made it while we waited
                 source = self._checkpoint(argument)
                 _check_texts(source)
                 if storage != "direct":
@@ -182,9 +188,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufSource(path)
 
 
-def _usable(path: Path, storage: Storage) -> bool:
+def _usable(argument: str, path: Path, storage: Storage) -> bool:
     """Whether a pack is there; a direct one is made anew where anything is wrong with it: that takes seconds."""
-    if storage != "direct" or path.suffixes[-2:] != [_STORAGE_SUFFIX[storage], PACK_SUFFIX]:
+    if storage != "direct" or Path(argument).suffix == PACK_SUFFIX:
         return path.exists()
     try:
         Pack(path).check_files()

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from relay.engine.runner import Runner
 from relay.engine.scheduler import Scheduler, SchedulerLimits
-from relay.errors import CorruptModelError, ModelNotFoundError, UsageError
+from relay.errors import UsageError
 from relay.kernels.backend import Backend, QueueingBackend
 from relay.kernels.numerics import numerics_id
 from relay.kernels.perturbed import perturbed
 from relay.models.llama import build_program
-from relay.models.pack import Pack
 from relay.transfer.contract import Identity, Layout
 from relay.transfer.frame import Checksum
 from relay.worker.device import make_backend, num_kv_blocks
+from relay.worker.served_pack import open_pack
 from relay.worker.spec import WorkerSpec
 from relay.worker.status_page import Phase
 
@@ -37,12 +36,7 @@ class Engine:
 def assemble(spec: WorkerSpec, announce: Callable[[Phase], None] = lambda phase: None) -> Engine:
     """Load what ``spec`` names; ``announce`` hears of each phase that follows "loading". Raises RelayError with the line for the
     user."""
-    try:
-        pack = Pack(Path(spec.pack_path))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"no pack file at {spec.pack_path}") from error
-    if spec.model_digest and pack.digest != spec.model_digest:
-        raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    pack = open_pack(spec)
     program = build_program(pack.config)
     geometry = program.geometry
     max_model_len = spec.max_model_len or geometry.max_positions

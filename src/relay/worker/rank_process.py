@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from relay.errors import RelayError
 from relay.worker.host import die_with_parent
@@ -33,8 +32,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from relay.kernels.ranks.exchange import MeetingPlace
     from relay.kernels.ranks.follower import obey
     from relay.models.llama import build_program
-    from relay.models.pack import Pack
     from relay.worker.device import rank_share
+    from relay.worker.served_pack import open_pack
     from relay.worker.spec import decode_spec
 
     link = socket.socket(fileno=arguments.link)
@@ -44,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
     place = MeetingPlace(spec.ranks, arguments.floats, memory, rows)
     try:
         try:
-            pack = Pack(Path(spec.pack_path))
+            pack = open_pack(spec)
             share = rank_share(spec, arguments.rank, place)
             share.load(build_program(pack.config), pack)
         except RelayError as error:

@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
-from relay.errors import CorruptModelError, RelayError, StartupError
+from relay.errors import RelayError, StartupError
 from relay.worker.host import die_with_parent
 from relay.worker.load_report import report_for
+from relay.worker.served_pack import open_pack
 from relay.worker.spec import WorkerSpec, decode_spec
 from relay.worker.weights_link import listen, same_user, send_message
 
@@ -105,11 +105,8 @@ def serve(
 def _load(spec: WorkerSpec) -> Callable[[], bytes]:
     from relay.kernels.cuda.holding import hold_weights
     from relay.models.llama import build_program
-    from relay.models.pack import Pack
 
-    pack = Pack(Path(spec.pack_path))
-    if spec.model_digest and pack.digest != spec.model_digest:
-        raise CorruptModelError(f"{spec.pack_path}: model digest {pack.digest}, expected {spec.model_digest}")
+    pack = open_pack(spec)
     moved = report_for("holder", spec.pack_path, spec.device).moved
     return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype, moved)
 

@@ -39,6 +39,7 @@ class FileUpload:
 
     def __init__(self, device: str, progress: Progress = no_progress, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device = torch.device(device)
+        self._queues = self._device.type == "cuda"  # copies only end later
         self._type = dtype
         self._progress = progress
         self._threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -50,10 +51,9 @@ class FileUpload:
         Raises CorruptModelError for files that are not what they were when they were read whole, before the first ``done`` or after
         the last."""
         chunks = [chunk for name, matrix in wanted.items() for chunk in _chunks(name, matrix)]
-        pinned = self._device.type == "cuda"
         # One buffer a thread is being filled, as many are full or on their way to the device.
         count = min(len(chunks), 2 * self._threads + 1)
-        stages = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        stages = [_stage(self._queues) for _ in range(count)]
         views = [memoryview(stage.numpy()) for stage in stages]  # type: ignore[arg-type]
         copied: list[torch.cuda.Event | None] = [None] * count
         ahead = max(1, count - 2)  # so that a buffer's copy is long queued when it is filled again
@@ -78,7 +78,7 @@ class FileUpload:
                     reading.popleft().result()
                     turn = index % count
                     self._copy(wanted[chunk.name], chunk, stages[turn][: chunk.size])
-                    if pinned:
+                    if self._queues:
                         event = copied[turn] = torch.cuda.Event()
                         event.record()
                     if index + ahead < len(chunks):
@@ -112,6 +112,10 @@ class FileUpload:
             rows.copy_(raw.view(kind).view(-1, matrix.stored_k)[:, first:last])
             raw = None
         self._open[chunk.name] = (target, raw)
+
+
+def _stage(pinned: bool) -> torch.Tensor:
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _chunks(name: str, matrix: FileMatrix) -> Iterator[_Chunk]:
