@@ -93,10 +93,19 @@ class Server:
         rows: list[dict[str, Any]] = self.get("/status")["workers"]
         return next(row for row in rows if row["id"] == name)
 
-    async def ask(self, body: dict[str, Any]) -> Stream:
-        """One streamed completion with token ids."""
+    def counters(self, *names: str) -> dict[str, int]:
+        """The gateway's counters of these names, without ``relay_`` and ``_total``."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        shown = {
+            line.split("{")[0].split(" ")[0]: int(float(line.rsplit(" ", 1)[1])) for line in lines if line[:1] != "#"
+        }
+        return {name: shown.get(f"relay_{name}_total", 0) for name in names}
+
+    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
+        """One streamed completion with token ids; ``stream`` can be looked at while it comes."""
         payload = json.dumps({"stream": True, "return_token_ids": True, "ignore_eos": True, **body}).encode()
-        stream = Stream()
+        stream = stream or Stream()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         stream.started = time.perf_counter()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
@@ -186,8 +195,21 @@ async def at_rate(server: Server, rate: float, seconds: float, length: int, new:
     return row
 
 
-async def killed(server: Server, victim: str, streams: int, length: int, new: int, vocab: int) -> dict[str, Any]:
-    """The same requests undisturbed and with ``victim``'s engine killed in the middle; the gap of each stream that it served."""
+RESUMES = ("resumed", "recomputed_tokens", "resumes_delayed")
+
+
+def _middle(values: list[int]) -> int:
+    return sorted(values)[len(values) // 2]
+
+
+async def killed(
+    server: Server, victim: str, streams: int, length: int, new: int, vocab: int, again_within_s: float = 120.0
+) -> dict[str, Any]:
+    """The same requests undisturbed and with ``victim``'s engine killed when half is out; the longest gap of each stream since.
+
+    Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts
+    were at hand: then it is about ``tokens_at_kill``, else a prompt more.
+    """
 
     def bodies(salt: str) -> list[dict[str, Any]]:
         return [
@@ -201,23 +223,31 @@ async def killed(server: Server, victim: str, streams: int, length: int, new: in
             for index, text in enumerate(prompts(streams, length, vocab, seed=77))
         ]
 
-    calm = [s.read() for s in await asyncio.gather(*(server.ask(body) for body in bodies("calm")))]
+    calm = await asyncio.gather(*(server.ask(body) for body in bodies("calm")))
+    half = _middle([len(stream.lines) for stream in calm]) / 2
+    calm = [stream.read() for stream in calm]
     usual = percentile([gap for stream in calm for gap in stream.gaps], 0.99)
-    running = asyncio.gather(*(server.ask(body) for body in bodies("storm")))
-    whole = max(stream.times[-1] for stream in calm) - min(stream.started for stream in calm)
-    await asyncio.sleep(0.5 * whole)
     before = await asyncio.to_thread(server.worker, victim)
+    counted = await asyncio.to_thread(server.counters, *RESUMES)
+    coming = [Stream() for _ in range(streams)]
+    running = asyncio.gather(*map(server.ask, bodies("storm"), coming))
+    while _middle([len(stream.lines) for stream in coming]) < half:
+        await asyncio.sleep(0.002)
+        if running.done():
+            raise RuntimeError("every request had ended before half of its lines had come")
     os.kill(before["pid"], signal.SIGKILL)
     at = time.perf_counter()
     storm = [s.read() for s in await running]
-    gaps = []
+    gaps, had = [], []
     for stream in storm:
-        last = max((t for t in stream.times if t <= at + 0.002), default=None)
-        following = next((t for t in stream.times if t > at + 0.002), None)
-        if last is not None and following is not None:
-            gaps.append(following - last)
-    affected = [gap for gap in gaps if gap > 3 * usual]
-    deadline = time.monotonic() + 120
+        had.append(sum(t <= at for t in stream.times))
+        after = [end - start for start, end in zip(stream.times, stream.times[1:], strict=False) if end > at]
+        gaps += [max(after)] if after else []  # whatever was under way when it died comes at once
+    resumes = {
+        name: value - counted[name] for name, value in (await asyncio.to_thread(server.counters, *RESUMES)).items()
+    }
+    affected = sorted(gaps)[max(0, len(gaps) - resumes["resumed"]) :]
+    deadline = time.monotonic() + again_within_s
     again_s = float("nan")
     while time.monotonic() < deadline:
         row = await asyncio.to_thread(server.worker, victim)
@@ -229,9 +259,10 @@ async def killed(server: Server, victim: str, streams: int, length: int, new: in
     result = {
         "victim": victim,
         "streams": streams,
-        "placed_on_victim": before["placed"],
         "prompt_tokens": length,
         "new_tokens": new,
+        "tokens_at_kill": _middle(had),
+        **resumes,
         "next_token_ms_of_disturbed": ms(affected),
         "disturbed": len(affected),
         "next_token_ms_of_all": ms(gaps),

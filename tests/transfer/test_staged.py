@@ -100,7 +100,7 @@ class FakeStream(ArrayStore):
 
         def work():
             target = bytes_of(out)
-            read_frame_kv(self, header_of(one, len(target)), one.block_table, target)
+            read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
             return [payload_digest(target)]
 
         return self._enqueue("stage", work)
@@ -109,7 +109,7 @@ class FakeStream(ArrayStore):
         def work():
             for one, place in frames:
                 data = bytes_of(place)
-                write_frame_kv(self, header_of(one, len(data)), one.block_table, data)
+                write_frame_kv(self, header_of(one, len(data)), one.block_table, data, one.heads)
             return [payload_digest(bytes_of(place)) for _, place in frames]
 
         self.together.append(len(frames))
@@ -149,8 +149,9 @@ JOINED = TransferLimits(512, 4096, 16384, probe_ns=200_000_000, join_bytes=2048)
 
 
 class DevicePair:
-    def __init__(self, scheme, depth, limits=SMALL):
+    def __init__(self, scheme, depth, limits=SMALL, parts=()):
         self.stores = FakeStream(depth, seed=1), FakeStream(depth)
+        self.stores[0].kv_parts = parts
         self.source = Node("p", scheme, store=self.stores[0], limits=limits)
         self.target = Node("d", scheme, store=self.stores[1], limits=limits)
 
@@ -170,9 +171,9 @@ def scheme(request):
     return request.param
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_byte_arrives_through_streams(scheme, depth):
-    pair = DevicePair(scheme, depth)
+@pytest.mark.parametrize(("depth", "parts"), [(1, ()), (2, ()), (3, ()), (3, ((0, 1), (1, 1)))])
+def test_every_byte_arrives_through_streams(scheme, depth, parts):
+    pair = DevicePair(scheme, depth, parts=parts)
     try:
         pair.start()
         announce(pair.source)

@@ -45,10 +45,13 @@ class HostileTransfer:
         self.first = self.random.choice([0, 0, 0, 7, 16, 39, 40])
         self.faults = self.random.sample(FAULTS, self.random.randint(0, 3))
         limits = self.random.choice([LIMITS, JOINED])
+        parts = self.random.choice([(), ((0, 1), (1, 1))])
         self.network = Network(crc32c)
         self.source_store, self.target_store = ArrayStore(seed=3), ArrayStore()
         self.events = {"p": [], "d": []}
-        self.source = InprocTransport(self.network, identity("p"), self.source_store, self.events["p"].append, limits)
+        self.source = InprocTransport(
+            self.network, identity("p"), self.source_store, self.events["p"].append, limits, parts
+        )
         self.target = InprocTransport(self.network, identity("d"), self.target_store, self.events["d"].append, limits)
         self.target.open_receive(ReceiveOrder(1, 2, "p", 1, self.first, TOKENS, TARGET_TABLE))
         self.source.open_send(SendOrder(1, 2, "d", 1, ("inproc://d",), self.first, TOKENS))
@@ -350,7 +353,10 @@ def test_frames_that_do_not_belong(over):
         {"layers": 1 << 16, "payload_bytes": size << 16},
         {"layers": 2},
         {"first_head": 1},
-        {"head_count": 1},
+        {"head_count": 1},  # with the bytes of two
+        {"head_count": 0, "payload_bytes": 0},
+        {"first_head": 2, "head_count": 0, "payload_bytes": 0},
+        {"head_count": LAYOUT.num_kv_heads + 1, "payload_bytes": size // 2 * 3},
         {"first_token": TOKENS},
         {"token_count": 0},
         {"token_count": TOKENS + 1},

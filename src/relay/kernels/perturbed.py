@@ -15,6 +15,7 @@ import numpy as np
 
 from relay.errors import UsageError
 from relay.kernels.backend import Backend, Batch
+from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.program import Program, RopeWriteKv
 from relay.kernels.weights import PackedMatrix, WeightSource
 from relay.protocol.block_hash import UNIT_TOKENS
@@ -32,6 +33,9 @@ class NudgedWeights:
 
     def matrix(self, name: str) -> PackedMatrix:
         return self._inner.matrix(name)
+
+    def in_files(self, name: str) -> FileMatrix | None:
+        return in_files(self._inner, name)
 
     def vector(self, name: str) -> np.ndarray:
         values = self._inner.vector(name)

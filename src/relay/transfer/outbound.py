@@ -7,13 +7,14 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from relay.clock import Clock
+from relay.kernels.kv_frames import Heads
 from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
     Layout,
@@ -68,6 +69,7 @@ class OutboundLink:
         checksum: Checksum,
         emit: Callable[[TransferEvent], None],
         clock: Clock,
+        parts: Sequence[Heads] = (),
     ) -> None:
         self._order = order
         self._dial = dial
@@ -78,6 +80,7 @@ class OutboundLink:
         self._checksum = checksum
         self._emit = emit
         self._clock = clock
+        self._parts = parts
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # the writer of control frames waits here
         self._bulk = threading.Condition(self._lock)  # writers of KV alone wait here
@@ -112,7 +115,7 @@ class OutboundLink:
             if self._closed:
                 return False
             now_ns = self._clock.now_ns()
-            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns)
+            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns, self._parts)
             if self._opened:
                 sender.link_opened(now_ns, self._most_kv_bytes)
             self._sendings[order.transfer] = _Sending(sender)

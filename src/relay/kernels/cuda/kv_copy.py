@@ -272,7 +272,7 @@ class KvTransfers:
         target: torch.Tensor | None = None,
     ) -> tuple[_Sums, torch.cuda.Event]:
         """One launch, and the copy of ``flat`` to ``target`` after it: what the sums will be, and the event behind."""
-        plan = Plan(ranges, offsets, kv.shape[4])
+        plan = Plan(ranges, offsets, kv.shape[4], kv.shape[3])
         size = len(plan.words)
         buffer = lane.plans.take(size)
         buffer.array[:size] = plan.words
@@ -321,4 +321,5 @@ class KvTransfers:
 
 
 def _frame_bytes(kv: torch.Tensor, one: KvRange) -> int:
-    return one.layers * 2 * one.count * kv.shape[3] * kv.shape[5] * 2
+    heads = one.heads[1] if one.heads is not None else kv.shape[3]
+    return one.layers * 2 * one.count * heads * kv.shape[5] * 2

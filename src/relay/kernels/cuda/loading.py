@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from relay.errors import CorruptModelError
+from relay.kernels.cuda.file_upload import FileUpload
 from relay.kernels.cuda.linear_int8 import pack_codes, quantize
 from relay.kernels.cuda.ops import Device
 from relay.kernels.cuda.weights import WeightUpload
+from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
 from relay.kernels.weights import WeightSource
 
@@ -48,16 +50,26 @@ def load_matrices(
 ) -> dict[str, torch.Tensor]:
     """Every matrix of ``program``, 16-bit [n, k]. With ``scales``, which is filled, those of linears are int8 but for one that is
     also the embedding. Raises CorruptModelError."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
+    left: dict[str, FileMatrix] = {}
     whole = {op.weight for op in program.ops if isinstance(op, Embed)}
-    for name, shape in shapes_of(program)[0].items():
-        packed = _get(weights.matrix, name)
-        if (packed.n, packed.k) != shape:
-            raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
-        found[name] = upload.matrix(packed)
+
+    def keep(name: str, matrix: torch.Tensor) -> None:
         if scales is not None and name not in whole:
-            codes, scales[name] = quantize(found[name])
-            found[name] = pack_codes(codes)
+            codes, scales[name] = quantize(matrix)
+            matrix = pack_codes(codes)
+        found[name] = matrix
+
+    for name, shape in shapes_of(program)[0].items():
+        source = _get(lambda name: in_files(weights, name) or weights.matrix(name), name)
+        if (source.n, source.k) != shape:
+            raise CorruptModelError(f"weight {name} is [{source.n}, {source.k}], the program needs {list(shape)}")
+        if isinstance(source, FileMatrix):
+            left[name] = source
+        else:
+            keep(name, upload.matrix(source))
+    if left:
+        FileUpload(upload.device, upload.progress, upload.dtype).load(left, keep)
     return found
 
 

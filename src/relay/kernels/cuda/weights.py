@@ -27,21 +27,21 @@ class WeightUpload:
     """Moves packed matrices to ``device`` on the current stream; one object for one load, whose buffers go with it."""
 
     def __init__(self, device: str, progress: Progress = no_progress, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._device = device
-        self._type = dtype
-        self._progress = progress
+        self.device = device
+        self.dtype = dtype
+        self.progress = progress
         self._stages: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._next = 0
 
     def matrix(self, packed: PackedMatrix) -> torch.Tensor:
         """[n, k] of ``packed``, of the type asked for."""
-        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding, self._type)
+        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding, self.dtype)
 
     def _bytes(self, data: np.ndarray) -> torch.Tensor:
         """``data`` as uint8 on the device; pinned buffers in turn, each refilled once its copy has ended."""
         source = data.view(np.uint8).reshape(-1)
-        target = torch.empty(source.size, dtype=torch.uint8, device=self._device)
+        target = torch.empty(source.size, dtype=torch.uint8, device=self.device)
         if not self._stages:
             self._stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
         for start in range(0, source.size, STAGE_BYTES):
@@ -54,7 +54,7 @@ class WeightUpload:
             target[start : start + count].copy_(self._stages[turn][:count], non_blocking=True)
             event = self._events[turn] = torch.cuda.Event()
             event.record()
-            self._progress(count)
+            self.progress(count)
         return target
 
 
