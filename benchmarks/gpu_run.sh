@@ -6,6 +6,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
+mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv
 run() { timeout "$2" python3 "${@:3}" --out "$OUT" 2>&1 | tee "$OUT/$1.log"; }
 for job in "$@"; do
@@ -44,7 +45,13 @@ for job in "$@"; do
     multi_gpu) timeout "$seconds" python3 -m benchmarks.multi_gpu --out "$OUT/multi_gpu.json" --limit $((seconds - 10)) ;;
     parts) python3 -m benchmarks.gpu_parts --out "$OUT" --seconds "$seconds" ;;
     baseline) timeout "$seconds" python3 -m benchmarks.gpu_baseline --out "$OUT/baseline.json" ;;
-    tests) PYTHONPATH="$PYTHONPATH:." timeout "$seconds" python3 -m pytest -m gpu tests/cuda -q -p no:cacheprovider ;;
+    tests)  # a process for each file, at once: most of the time is spent compiling
+      for file in tests/cuda/test_device*.py; do
+        PYTHONPATH="$PYTHONPATH:." timeout -k 5 "$seconds" python3 -m pytest -m gpu "$file" -q -p no:cacheprovider \
+          --durations=5 >"$OUT/$(basename "$file" .py).log" 2>&1 || echo "$file: FAILED ($?)" &
+      done
+      wait
+      tail -n 12 "$OUT"/test_device*.log ;;
     *) echo "unknown benchmark $name"; exit 2 ;;
   esac
 done

@@ -1,10 +1,10 @@
-"""P1 to P7 on a CUDA device for what ``test_device`` leaves out: float16, int8, heads and widths of models, frames of KV, resuming.
+"""P1, P2 and P5 on a CUDA device for what ``test_device`` leaves out: float16, int8, frames of KV, resuming.
 
-``pytest -m gpu tests/cuda`` on a machine with one. KV from one process's device to another's: ``test_device_ipc``.
+``pytest -m gpu tests/cuda`` on a machine with one. Models' heads and widths: ``test_device_paths``; KV from one process's
+device to another's: ``test_device_ipc``.
 """
 
 import importlib.util
-import random
 
 import numpy as np
 import pytest
@@ -13,15 +13,12 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
     pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
 
 import torch
-from benchmarks import gpu_model
 
-from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import TALL, LinearLayer, probing_rows, tiles_for, use_exact_library
 from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, tile_for
 from relay.kernels.kv_frames import KvRange, Span, payload_digest
-from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
-from relay.models.config import ModelConfig, RopeConfig
+from relay.kernels.probe import GEOMETRY
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.device_model import BLOCK, Model
 
@@ -74,69 +71,6 @@ def test_int8_rows(outputs: int, depth: int, dtype: torch.dtype) -> None:
         y = torch.full((rows, outputs), float("nan"), device=device)
         linear_int8(x[257 - rows :].contiguous(), packed, scales, y, tile_for(rows, outputs))
         assert torch.equal(y, want[257 - rows :]), rows
-
-
-class Found:
-    """Stands for the report of ``gpu_model``."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict] = {}
-
-    def put(self, name: str, value: dict) -> None:
-        self.rows[name] = value
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "dtype"),
-    [
-        (8, 2, 128, 64, "bfloat16"),
-        (9, 3, 64, 64, "float16"),
-        (4, 4, 64, 16, "bfloat16"),
-        (8, 1, 128, 16, "float16"),
-    ],
-)
-def test_every_path_of_a_model(
-    heads: int, kv_heads: int, dim: int, block: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P3, P4, P6, P7 over edges of tiles and splits: chunks, decode in batches and graphs, with and without dependent launch."""
-    config = ModelConfig(
-        architecture="llama", vocab=512, hidden=256, intermediate=512, num_layers=2, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=dim, rms_eps=1e-5, max_positions=1024, rope=RopeConfig(theta=1e4),
-        tied_embeddings=False,
-    )  # fmt: skip
-    monkeypatch.setattr(gpu_model, "BLOCK", block)
-    torch.manual_seed(2)
-    random.seed(2)
-    found = Found()
-    gpu_model.check(found, "model", config, dtype)
-    row = found.rows["p4/model"]
-    assert row["wrong"] == []
-    assert row["checks"] > 60
-
-
-def test_every_path_in_int8() -> None:
-    """P4 with quantised weights: whole, chunked, decoded in a graph and outside of one."""
-    backend = CudaBackend(max_rows=32, max_tokens=512, quantized=True)
-    backend.load(probe_program(), ProbeWeights())
-    assert backend._device.scales, "weights are in int8"
-    model = Model(backend=backend)
-    tokens = np.random.default_rng(4).integers(0, GEOMETRY.vocab, 300)
-    model.backend.bind_slot(0, SamplingParams(max_tokens=64, temperature=0.0), 0, [1], [])
-    whole = model.table(300)
-    want = model.step([(tokens, 0, whole, 0)])
-    kv = model.kv(whole, 300)
-    assert np.isfinite(want).all()
-    for chunk in (7, 64, 299):
-        table = model.table(300)
-        for first in range(0, 300, chunk):
-            got = model.step([(tokens[first : first + chunk], first, table, 0)], cuts=probe_program().sink_points)
-        assert np.array_equal(got, want), f"chunks of {chunk}"
-        assert model.kv(table, 300) == kv, f"KV of chunks of {chunk}"
-    model.step([(tokens[:299], 0, table, 0)])
-    row = [(tokens[299:], 299, table, 0)]
-    assert np.array_equal(model.step(row), want), "decode in a graph"
-    model.backend._graphs = None
-    assert np.array_equal(model.step(row), want), "decode outside a graph"
 
 
 class Area:
