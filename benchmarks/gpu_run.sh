@@ -7,6 +7,7 @@ set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
 mkdir -p "$OUT"
+ulimit -c 0  # the core of a process on a GPU is large
 nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv
 run() { timeout "$2" python3 "${@:3}" --out "$OUT" 2>&1 | tee "$OUT/$1.log"; }
 for job in "$@"; do
@@ -31,9 +32,9 @@ for job in "$@"; do
         python3 -m benchmarks.gpu_pack /dev/shm/smollm2.pack "${RELAY_CACHE:?names the model cache}" --shape smollm2
       for transport in ipc shm; do
         timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
-          --shape 1P+2D --requests "${CHAOS_REQUESTS:-48}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
+          --shape 1P+2D --requests "${CHAOS_REQUESTS:-96}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
           --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
-          --longest-prompt 120 --longest-answer 256 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
+          --longest-prompt 120 --longest-answer 800 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
           sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" &
       done
       wait ;;
