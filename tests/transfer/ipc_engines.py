@@ -142,7 +142,7 @@ class CudaGround:
         return backend
 
     def of(self, store, table):
-        return self._bytes(store._device.kv[:, :, table])
+        return self._bytes(store._device.kv[:, :, [int(block) for block in table]])
 
     def outside(self, store, table):
         return self._bytes(store._device.kv[:, :, [block for block in range(96) if block not in table]])
