@@ -40,8 +40,8 @@ for job in "$@"; do
       wait ;;
     ready_8b)
       [ -f /dev/shm/8b.pack ] || python3 -m benchmarks.gpu_pack /dev/shm/8b.pack "${RELAY_CACHE:?names the model cache}"
-      timeout -k 5 "$seconds" python3 -m benchmarks.gpu_serve /dev/shm/8b.pack --out "$OUT/ready_8b.json" --parts ready \
-        --ready-seconds $((seconds - 10)) ;;
+      timeout -k 5 "$seconds" python3 -m benchmarks.gpu_ready /dev/shm/8b.pack --out "$OUT/ready_8b.json" \
+        --seconds $((seconds - 10)) ;;
     transfer_8b) timeout "$seconds" python3 -m benchmarks.gpu_transfer --out "$OUT/transfer_8b.json" ;;
     multi_gpu) timeout "$seconds" python3 -m benchmarks.multi_gpu --out "$OUT/multi_gpu.json" --limit $((seconds - 10)) ;;
     parts) python3 -m benchmarks.gpu_parts --out "$OUT" --seconds "$seconds" ;;
