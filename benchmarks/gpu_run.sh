@@ -31,11 +31,14 @@ for job in "$@"; do
       [ -f /dev/shm/smollm2.pack ] ||
         python3 -m benchmarks.gpu_pack /dev/shm/smollm2.pack "${RELAY_CACHE:?names the model cache}" --shape smollm2
       for transport in ipc shm; do
-        timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
-          --shape 1P+2D --requests "${CHAOS_REQUESTS:-96}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
-          --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
-          --longest-prompt 120 --longest-answer 800 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
-          sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" &
+        (
+          set -o pipefail
+          timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
+            --shape 1P+2D --requests "${CHAOS_REQUESTS:-96}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
+            --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
+            --longest-prompt 120 --longest-answer 800 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
+            sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" || echo "chaos $transport: FAILED ($?)"
+        ) &
       done
       wait ;;
     ready_8b)
