@@ -1,14 +1,25 @@
-"""The probe's program on a CUDA device, driven step by step."""
+"""The probe's program on a CUDA device, driven step by step; what a linear is compared with."""
 
 import random
 
 import numpy as np
+import torch
 
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.linear import linear
+from relay.kernels.cuda.linear_choice import TALL
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 
 BLOCK = 16
+ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257)
+
+
+def accumulators(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The canon's fp32 accumulators of every row."""
+    y = torch.empty(x.shape[0], w.shape[0], device=x.device)
+    linear(x, w, y, TALL)
+    return y
 
 
 class Model:

@@ -1,4 +1,4 @@
-"""P3, P4, P6 and P7 on a CUDA device at the heads and widths of models, in both 16-bit types and in int8.
+"""P3, P4, P6 and P7 on a CUDA device at the heads and widths of models, in both 16-bit types.
 
 ``pytest -m gpu tests/cuda`` on a machine with one.
 """
@@ -6,7 +6,6 @@
 import importlib.util
 import random
 
-import numpy as np
 import pytest
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
@@ -15,11 +14,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 import torch
 from benchmarks import gpu_model
 
-from relay.kernels.cuda.backend import CudaBackend
-from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.models.config import ModelConfig, RopeConfig
-from relay.protocol.sampling import SamplingParams
-from tests.cuda.device_model import Model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,28 +59,3 @@ def test_every_path_of_a_model(
     row = found.rows["p4/model"]
     assert row["wrong"] == []
     assert row["checks"] > 60
-
-
-def test_every_path_in_int8() -> None:
-    """P4 with quantised weights: whole, chunked, decoded in a graph and outside of one."""
-    backend = CudaBackend(max_rows=32, max_tokens=512, quantized=True)
-    backend.load(probe_program(), ProbeWeights())
-    assert backend._device.scales, "weights are in int8"
-    model = Model(backend=backend)
-    tokens = np.random.default_rng(4).integers(0, GEOMETRY.vocab, 300)
-    model.backend.bind_slot(0, SamplingParams(max_tokens=64, temperature=0.0), 0, [1], [])
-    whole = model.table(300)
-    want = model.step([(tokens, 0, whole, 0)])
-    kv = model.kv(whole, 300)
-    assert np.isfinite(want).all()
-    for chunk in (7, 64, 299):
-        table = model.table(300)
-        for first in range(0, 300, chunk):
-            got = model.step([(tokens[first : first + chunk], first, table, 0)], cuts=probe_program().sink_points)
-        assert np.array_equal(got, want), f"chunks of {chunk}"
-        assert model.kv(table, 300) == kv, f"KV of chunks of {chunk}"
-    model.step([(tokens[:299], 0, table, 0)])
-    row = [(tokens[299:], 299, table, 0)]
-    assert np.array_equal(model.step(row), want), "decode in a graph"
-    model.backend._graphs = None
-    assert np.array_equal(model.step(row), want), "decode outside a graph"

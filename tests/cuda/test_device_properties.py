@@ -1,6 +1,7 @@
-"""P1, P2 and P5 on a CUDA device for what ``test_device`` leaves out: float16, int8, frames of KV, resuming.
+"""P1, P2 and P5 on a CUDA device for what ``test_device`` leaves out: float16, frames of KV, resuming.
 
-``pytest -m gpu tests/cuda`` on a machine with one. Models' heads and widths: ``test_device_paths``; KV from one process's
+``pytest -m gpu tests/cuda`` on a machine with one. Models' heads and widths: ``test_device_paths``; int8:
+``test_device_int8``; KV from one process's
 device to another's: ``test_device_ipc``.
 """
 
@@ -15,26 +16,17 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 import torch
 
 from relay.kernels.cuda.linear import LinearTile, linear
-from relay.kernels.cuda.linear_choice import TALL, LinearLayer, probing_rows, tiles_for, use_exact_library
-from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, tile_for
+from relay.kernels.cuda.linear_choice import LinearLayer, probing_rows, tiles_for, use_exact_library
 from relay.kernels.kv_frames import KvRange, Span, payload_digest
 from relay.kernels.probe import GEOMETRY
 from relay.protocol.sampling import SamplingParams
-from tests.cuda.device_model import BLOCK, Model
+from tests.cuda.device_model import BLOCK, ROWS, Model, accumulators
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore:.*preferred_blas_library.*"),
 ]
-ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257)
-
-
-def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The canon's fp32 accumulators of every row."""
-    y = torch.empty(x.shape[0], w.shape[0], device=x.device)
-    linear(x, w, y, TALL)
-    return y
 
 
 @pytest.mark.parametrize(("outputs", "depth"), [(6144, 4096), (576, 1536), (40, 96)])
@@ -42,7 +34,7 @@ def test_float16_rows_and_tiles(outputs: int, depth: int) -> None:
     """P1 and P2: any number of rows in any tile, and what a model's layer chose, library included."""
     device = torch.device("cuda")
     x, w = (probing_rows(count, depth, device, torch.float16) for count in (257, outputs))
-    want = reference(x, w)
+    want = accumulators(x, w)
     for tile in [*tiles_for(outputs, depth).values(), LinearTile(64, 64, 64, 4, 3)]:
         for rows in ROWS:
             y = torch.full((rows, outputs), float("nan"), device=device)
@@ -56,21 +48,6 @@ def test_float16_rows_and_tiles(outputs: int, depth: int) -> None:
         y = torch.zeros(512, outputs, dtype=torch.float16, device=device)
         layer(padded, w, y, rows)
         assert torch.equal(y[:rows], want[:rows].half()), rows
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("outputs", "depth"), [(6144, 4096), (576, 1536), (40, 96)])
-def test_int8_rows(outputs: int, depth: int, dtype: torch.dtype) -> None:
-    """P1: the 16-bit canon's accumulators of the same integers, times a scale, whatever the number of rows."""
-    device = torch.device("cuda")
-    x, w = (probing_rows(count, depth, device, dtype) for count in (257, outputs))
-    codes, scales = quantize(w)
-    want = reference(x, codes.to(dtype)) * scales
-    packed = pack_codes(codes)
-    for rows in ROWS:
-        y = torch.full((rows, outputs), float("nan"), device=device)
-        linear_int8(x[257 - rows :].contiguous(), packed, scales, y, tile_for(rows, outputs))
-        assert torch.equal(y, want[257 - rows :]), rows
 
 
 class Area:
