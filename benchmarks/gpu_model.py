@@ -28,6 +28,17 @@ from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 
 BLOCK = 64
+EDGES = (
+    2,
+    63,
+    64,
+    65,
+    66,
+    511,
+    512,
+    513,
+    514,
+)  # of tiles of 64 keys and splits of 512: last token before, on and after
 
 
 def random_model(
@@ -151,7 +162,7 @@ def check(report: Report, name: str, config: ModelConfig, dtype: str = "bfloat16
         compare(f"chunk {chunk}", last, whole, other, length)
         checks += 1
     # decode of many sequences at different lengths in one batch, each against its own whole prefill
-    stops = [random.randrange(2, length) for _ in range(21)]
+    stops = [*EDGES, *(random.randrange(2, length) for _ in range(21 - len(EDGES)))]
     rows = []
     references = []
     for slot, stop in enumerate(stops):

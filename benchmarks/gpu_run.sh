@@ -6,6 +6,8 @@
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
+mkdir -p "$OUT"
+ulimit -c 0  # the core of a process on a GPU is large
 nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv
 run() { timeout "$2" python3 "${@:3}" --out "$OUT" 2>&1 | tee "$OUT/$1.log"; }
 for job in "$@"; do
@@ -29,22 +31,31 @@ for job in "$@"; do
       [ -f /dev/shm/smollm2.pack ] ||
         python3 -m benchmarks.gpu_pack /dev/shm/smollm2.pack "${RELAY_CACHE:?names the model cache}" --shape smollm2
       for transport in ipc shm; do
-        timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
-          --shape 1P+2D --requests "${CHAOS_REQUESTS:-48}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
-          --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
-          --longest-prompt 120 --longest-answer 256 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
-          sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" &
+        (
+          set -o pipefail
+          timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
+            --shape 1P+2D --requests "${CHAOS_REQUESTS:-96}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
+            --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
+            --longest-prompt 120 --longest-answer 800 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
+            sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" || echo "chaos $transport: FAILED ($?)"
+        ) &
       done
       wait ;;
     ready_8b)
       [ -f /dev/shm/8b.pack ] || python3 -m benchmarks.gpu_pack /dev/shm/8b.pack "${RELAY_CACHE:?names the model cache}"
-      timeout -k 5 "$seconds" python3 -m benchmarks.gpu_serve /dev/shm/8b.pack --out "$OUT/ready_8b.json" --parts ready \
-        --ready-seconds $((seconds - 10)) ;;
+      timeout -k 5 "$seconds" python3 -m benchmarks.gpu_ready /dev/shm/8b.pack --out "$OUT/ready_8b.json" \
+        --seconds $((seconds - 10)) ;;
     transfer_8b) timeout "$seconds" python3 -m benchmarks.gpu_transfer --out "$OUT/transfer_8b.json" ;;
     multi_gpu) timeout "$seconds" python3 -m benchmarks.multi_gpu --out "$OUT/multi_gpu.json" --limit $((seconds - 10)) ;;
     parts) python3 -m benchmarks.gpu_parts --out "$OUT" --seconds "$seconds" ;;
     baseline) timeout "$seconds" python3 -m benchmarks.gpu_baseline --out "$OUT/baseline.json" ;;
-    tests) PYTHONPATH="$PYTHONPATH:." timeout "$seconds" python3 -m pytest -m gpu tests/cuda -q -p no:cacheprovider ;;
+    tests)  # a process for each file, at once: most of the time is spent compiling
+      for file in tests/cuda/test_device*.py; do
+        PYTHONPATH="$PYTHONPATH:." timeout -k 5 "$seconds" python3 -m pytest -m gpu "$file" -q -p no:cacheprovider \
+          --durations=5 >"$OUT/$(basename "$file" .py).log" 2>&1 || echo "$file: FAILED ($?)" &
+      done
+      wait
+      tail -n 12 "$OUT"/test_device*.log ;;
     *) echo "unknown benchmark $name"; exit 2 ;;
   esac
 done

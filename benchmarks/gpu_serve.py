@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]
 [--transport ipc]``. Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
-``--parts ready`` only starts servers, until ``--ready-seconds`` are over; the transport is that of split shapes.
+The transport is that of split shapes. Starts alone: ``gpu_ready``.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from relay.config import TRANSPORTS
 
 READY_TIMEOUT_S = 240.0
 REPORT_S = 0.3  # after which a worker's counters have reached the gateway
-STARTS = 3  # of each shape, at most
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -288,9 +287,6 @@ def main() -> None:
     parser.add_argument("--shapes", default="split,colocated")
     parser.add_argument("--streams", type=int, default=48)
     parser.add_argument("--transport", choices=TRANSPORTS, default="ipc", help="of KV between P and D")
-    parser.add_argument(
-        "--ready-seconds", type=float, default=80.0, help="no start is begun that would end after so long"
-    )
     parser.add_argument("--flags", default="")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -309,8 +305,6 @@ def main() -> None:
         found[key] = value
         arguments.out.write_text(json.dumps({**report.provenance(), **found}, indent=1) + "\n")
 
-    if "ready" in parts:
-        starts(arguments.model, between, extra, arguments.ready_seconds, keep)
     for shape in arguments.shapes.split(",") if "sweep" in parts or "text" in parts else []:
         with serving(arguments.model, *shapes[shape], *extra) as server:
             keep(f"{shape}/ready_s", round(server.ready_s, 2))
@@ -337,32 +331,6 @@ def main() -> None:
                 keep(
                     name, asyncio.run(killed(server, victim, arguments.streams, arguments.prompt, 400, arguments.vocab))
                 )
-
-
-def starts(
-    model: str, between: tuple[str, ...], extra: list[str], seconds: float, keep: Callable[[str, Any], None]
-) -> None:
-    """From the command to all workers ready, by shape, in turns; P and D of one GPU share one copy of the weights."""
-    import torch
-
-    shapes = {
-        "colocated": ("--prefill", "0", "--decode", "1"),
-        "1P+1D, shared weights": ("--prefill", "1", "--decode", "1", *between),
-        "1P+1D, two GPUs": ("--prefill-devices", "cuda:0", "--decode-devices", "cuda:1", *between),
-    }
-    if torch.cuda.device_count() < 2:
-        del shapes["1P+1D, two GPUs"]
-    rows: dict[str, dict[str, list[Any]]] = {name: {"ready_s": [], "phases": []} for name in shapes}
-    began, longest = time.monotonic(), 0.0
-    for name, flags in [*shapes.items()] * STARTS:
-        begin = time.monotonic()
-        if begin - began + longest > seconds:
-            break
-        with serving(model, *flags, *extra) as server:
-            rows[name]["ready_s"].append(round(server.ready_s, 2))
-            rows[name]["phases"].append(server.phases())
-        longest = max(longest, time.monotonic() - begin)
-        keep("ready", rows)
 
 
 def counted(server: Server) -> dict[str, float]:

@@ -47,3 +47,9 @@ class DeviceLostError(RelayError):
     """A CUDA error: nothing can be computed in this process any more. It ends; its requests resume elsewhere."""
 
     exit_code = 9
+
+
+class WeightsLostError(RelayError):
+    """The process that held this engine's weights has ended, for no fault of what was computed. The engine ends, too."""
+
+    exit_code = 10

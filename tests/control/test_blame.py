@@ -8,6 +8,7 @@ from relay.control import commands as c
 from relay.control import events as e
 from relay.control.transitions import ChoiceState, WorkerState
 from relay.control_config import ControlConfig
+from relay.errors import WeightsLostError
 from relay.ids import WorkerKey
 from relay.protocol.messages import (
     GATEWAY_LOST_STATUS,
@@ -202,14 +203,15 @@ def test_killed_engines_blame_nobody(signal: int) -> None:
     assert world.clients[1].finished
 
 
-def test_engines_that_lost_the_gateway_blame_nobody() -> None:
+@pytest.mark.parametrize("status", [GATEWAY_LOST_STATUS, WeightsLostError.exit_code])
+def test_engines_that_lost_the_gateway_or_their_weights_blame_nobody(status: int) -> None:
     """Found by `relay sim --seed 451`: an engine ends by itself when its connection is cut; that was blamed as a crash."""
     world = World(first, ONE).ready()
     world.submit(LONG, max_tokens=30)
     for _ in range(4):
         key = holder(world, 1)
         world.handle(e.ConnectionLost(key, "engine", "connection reset"))
-        report(world, key, (1, 0, 160), status=GATEWAY_LOST_STATUS)
+        report(world, key, (1, 0, 160), status=status)
         world.advance(until_ns=world.now_ns + 6 * SECOND)
         world.ready()
     assert world.core.state.requests[1].suspicion.total == 0

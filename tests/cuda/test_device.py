@@ -1,7 +1,6 @@
 """The backend on a CUDA device: P1 to P7 at small sizes. ``pytest -m gpu tests/cuda`` on a machine with one."""
 
 import importlib.util
-import random
 
 import numpy as np
 import pytest
@@ -16,13 +15,13 @@ from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import TALL, probing_rows, tiles_for
-from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_digest, probe_program
+from relay.kernels.probe import GEOMETRY, probe_digest, probe_program
 from relay.kernels.sampler import SlotState, draw
 from relay.protocol.sampling import SamplingParams
+from tests.cuda.device_model import BLOCK, Model
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 pytestmark = pytest.mark.filterwarnings("ignore:.*preferred_blas_library.*")
-BLOCK = 16
 
 
 def params(**more: object) -> SamplingParams:
@@ -48,52 +47,6 @@ def test_linear_tiles_and_rows(outputs: int, depth: int) -> None:
             y = torch.full((rows, outputs), float("nan"), device=device)
             linear(x[257 - rows :].contiguous(), w, y, tile)
             assert torch.equal(y, reference[257 - rows :]), (tile, rows)
-
-
-class Model:
-    """The probe's program; blocks are drawn at random, free memory is NaN."""
-
-    def __init__(self, graphs: bool = True) -> None:
-        self.backend = CudaBackend(max_rows=32, max_tokens=512, graphs=graphs)
-        self.backend.load(probe_program(), ProbeWeights())
-        self.backend.allocate_kv(800, BLOCK, "bfloat16")
-        assert self.backend._device.kv is not None
-        self.backend._device.kv.fill_(float("nan"))
-        self.free = random.Random(3).sample(range(800), 800)
-        self.ops = len(probe_program().ops)
-
-    def table(self, tokens: int) -> np.ndarray:
-        count = -(-tokens // BLOCK)
-        taken, self.free = self.free[:count], self.free[count:]
-        return np.array(taken, np.int32)
-
-    def step(self, pieces: list[tuple[np.ndarray, int, np.ndarray, int]], cuts: tuple[int, ...] = ()) -> np.ndarray:
-        """(tokens, first position, table, slot) of each row; the logits of each row's last token."""
-        counts = [len(tokens) for tokens, *_ in pieces]
-        tables = np.zeros((len(pieces), max(len(table) for _, _, table, _ in pieces)), np.int32)
-        for row, (_, _, table, _) in enumerate(pieces):
-            tables[row, : len(table)] = table
-        batch = Batch(
-            token_ids=np.concatenate([tokens for tokens, *_ in pieces]).astype(np.int32),
-            positions=np.concatenate([np.arange(at, at + len(t)) for t, at, *_ in pieces]).astype(np.int32),
-            row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            slots=np.array([slot for *_, slot in pieces], np.int32),
-            block_tables=tables,
-            sampled_rows=np.arange(len(pieces), dtype=np.int32),
-            capture_logits=True,
-        )
-        for start, stop in zip([0, *cuts], [*cuts, self.ops], strict=True):
-            self.backend.run(start, stop, batch)
-        self.drawn = [token.token_id for token in self.backend.sample(batch)]
-        return self.backend.logits()
-
-    def kv(self, table: np.ndarray, count: int) -> bytes:
-        raw = bytearray(count * self.backend.kv_bytes_per_token_layer())
-        parts = []
-        for layer in range(GEOMETRY.num_layers):
-            self.backend.read_kv(layer, table, 0, count, memoryview(raw))
-            parts.append(bytes(raw))
-        return b"".join(parts)
 
 
 @pytest.mark.gpu

@@ -53,6 +53,8 @@ class FakeDevices:
         return self.areas[handle]
 
     def close(self, area):
+        if self.problem == "close":
+            raise SharingFailed("invalid argument (1)")
         self.opened.remove(self.handle(area))
 
 

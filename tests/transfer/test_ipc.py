@@ -196,6 +196,18 @@ def test_p_lets_go_of_the_lease_after_the_area(pair, devices):
     assert pair.pool.take()[0] is area
 
 
+def test_an_area_that_cannot_be_unmapped_is_said_and_let_go_of(pair, devices, capsys):
+    sender, receiver = pair.taken()
+    area = receiver._area
+    receiver.close()
+    receiver.release()
+    devices.problem = "close"
+    sender.close()
+    sender.release()
+    assert "an area of d stays mapped: invalid argument (1)" in capsys.readouterr().err
+    assert pair.pool.take()[0] is area
+
+
 def test_an_offer_that_p_does_not_answer_is_quarantined(pair):
     pair.raw.recv(1)
     pair.raw.close()

@@ -99,7 +99,7 @@ class Injector:
             if await self._leave(fault, kind):
                 return
             fault, kind = replace(fault, kind=INSTEAD), KINDS[INSTEAD]  # it has such an order already
-        elif fault.moment and await self._at_moment(fault, kind):
+        elif fault.moment and await self._someone(fault) and await self._at_moment(fault, kind):
             return
         life = await self._victim(fault)
         if life is None:
@@ -220,25 +220,32 @@ class Injector:
         self.signals["SIGCONT"] += life.signal(signal.SIGCONT)
         life.struck = False
 
+    def _ready(self, fault: Fault) -> list[Life]:
+        """Workers of the fault's role that nothing was done to yet."""
+        lives = self._proxy.lives.values()
+        return [life for life in lives if life.role == fault.role and life.ready and not life.hurt]
+
+    async def _someone(self, fault: Fault) -> bool:
+        """Wait until there is one; requests are kept for it meanwhile."""
+        deadline = time.monotonic() + self.patience_s
+        while not (ready := self._ready(fault)) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return bool(ready)
+
     async def _victim(self, fault: Fault) -> Life | None:
-        """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
-        began_s = time.monotonic()
+        """A ready worker of the fault's role that nothing was done to yet, one with work if one gets some."""
         try:
-            while (waited_s := time.monotonic() - began_s) < self.patience_s:
-                ready = [
-                    life
-                    for life in self._proxy.lives.values()
-                    if life.role == fault.role and life.ready and not life.hurt
-                ]
-                busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
-                settle = fault.idle or self.starved() or waited_s > BUSY_PATIENCE_S
-                if busy or (ready and settle):
-                    candidates = busy or ready
-                    return candidates[fault.aim % len(candidates)]
-                if not self.hungry and not settle:
-                    self.hungry = True
-                    self.progress.set()
-                await asyncio.sleep(POLL_S)
+            while await self._someone(fault):
+                self.hungry = not fault.idle
+                self.progress.set()
+                deadline = time.monotonic() + BUSY_PATIENCE_S
+                while ready := self._ready(fault):
+                    busy = [life for life in ready if self._proxy.watch.held_by(life.worker)]
+                    if busy or fault.idle or self.starved() or time.monotonic() > deadline:
+                        candidates = busy or ready
+                        return candidates[fault.aim % len(candidates)]
+                    await asyncio.sleep(POLL_S)
+                self.hungry = False
         finally:
             self.hungry = False
         return None

@@ -10,6 +10,7 @@ from relay.control.placement import Dispatcher
 from relay.control.requests import Choice, Request
 from relay.control.state import ClusterState
 from relay.control.transitions import ChoiceState
+from relay.errors import WeightsLostError
 from relay.protocol.messages import GATEWAY_LOST_STATUS, ComputedRow, EngineExited, Heartbeat
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV: the engine did it to itself
 STEPS_IN_FLIGHT = 2  # of an engine, at most
 IDLE_PHASES = ("starting", "loading", "ready")  # no step is in flight
-NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS})
+NO_CRASH_STATUSES = frozenset({None, 0, GATEWAY_LOST_STATUS, WeightsLostError.exit_code})
 
 
 def exit_text(message: EngineExited) -> str:

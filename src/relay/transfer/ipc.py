@@ -180,7 +180,10 @@ class AreaSender(_AreaChannel):
     def release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._memory.close(self._area)
+            try:
+                self._memory.close(self._area)
+            except SharingFailed as error:  # of a target that is gone, perhaps; no kernel uses it any more
+                print(f"an area of {self.peer} stays mapped: {error}", file=sys.stderr, flush=True)
             del lease  # its last owner closes it
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from relay.errors import DeviceLostError, DoesNotFitError, UsageError
+from relay.errors import DoesNotFitError, UsageError, WeightsLostError
 from relay.kernels.backend import Backend, QueueingBackend
 from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.contract import TransferLimits
@@ -164,7 +164,7 @@ def _shared_weights(spec: WorkerSpec) -> "dict[str, torch.Tensor] | None":
 
     def watch() -> None:
         wait_for_end(connection)
-        raise DeviceLostError("the process that holds this worker's weights has ended; this worker ends")
+        raise WeightsLostError("the process that holds this worker's weights has ended; this worker ends")
 
     threading.Thread(target=watch, name="weights", daemon=True).start()
     print(f"weights of {spec.device} are shared by {spec.gpu_sharers} workers", file=sys.stderr, flush=True)
