@@ -158,7 +158,7 @@ class CudaBackend:
         self._block_size = block_size
         self._written = LayerEvents(self._program.sink_points, num_blocks, block_size)
         self._group = g.num_heads // g.num_kv_heads
-        self._tile_rows = tile_rows_for(block_size, g.head_dim, self._type)
+        self._tile_rows = tile_rows_for(block_size, g.head_dim)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
         """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
