@@ -72,6 +72,15 @@ def test_each_worker_is_told_its_own_device() -> None:
     assert specs["decode-0"].weights_socket == specs["decode-1"].weights_socket != ""
 
 
+def test_int8_weights_are_shared_as_any_others() -> None:
+    config = WorkerConfig.of("cuda", quantization="int8")
+    workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT)  # type: ignore[arg-type]
+    specs = [workers._spec(_key(worker), role) for worker, role in SPLIT]  # type: ignore[arg-type]
+    assert len({spec.weights_socket for spec in specs}) == 1
+    assert specs[0].weights_socket
+    assert {(spec.quantization, spec.gpu_sharers) for spec in specs} == {("int8", 3)}
+
+
 def _key(worker: str) -> object:
     from relay.ids import WorkerKey
 

@@ -24,14 +24,14 @@ from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving
 from relay.kernels.cuda.launch import device_errors
-from relay.kernels.cuda.loading import load_weights, weight_bytes
+from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
 from relay.kernels.cuda.memory import check_device, does_not_fit, kv_blocks_that_fit
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
-from relay.kernels.cuda.weights import TYPES, Progress, WeightUpload, no_progress
+from relay.kernels.cuda.weights import TYPES, HeldWeights, Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import KvRange, Place
 from relay.kernels.probe import probe_digest
@@ -58,7 +58,7 @@ class CudaBackend:
         max_tokens: int = 8192,
         graphs: bool = True,
         progress: Progress = no_progress,
-        shared: dict[str, torch.Tensor] | None = None,
+        shared: HeldWeights | None = None,
         sharers: int = 1,
         dtype: str = "bfloat16",
         quantized: bool = False,
@@ -66,7 +66,7 @@ class CudaBackend:
         """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike; ``quantized``: weights of
         linears in int8 instead.
 
-        ``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
+        ``shared``: weights of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
@@ -97,7 +97,8 @@ class CudaBackend:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
             upload = WeightUpload(self._device.name, self._progress, self._type)
-            load_weights(program, weights, self._device, upload, self._shared, quantized=self._quantized)
+            coded = coded_names(program) if self._quantized else frozenset()
+            load_weights(program, weights, self._device, upload, self._shared, coded=coded)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
@@ -166,7 +167,7 @@ class CudaBackend:
             self.reserve(self._max_tokens, self._max_rows)
         self._stream.synchronize()
         torch.cuda.empty_cache()
-        borrowed = weight_bytes(self._program) // self._sharers if self._shared is not None else 0
+        borrowed = self._shared.num_bytes // self._sharers if self._shared is not None else 0
         return kv_blocks_that_fit(self._device.name, self._program.geometry, block_size, fraction, borrowed)
 
     @device_errors()

@@ -6,6 +6,7 @@ for (exact for packs of that type).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,12 +24,25 @@ def no_progress(moved: int) -> None:
     """For callers that do not look."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Matrices of a program by name: 16-bit [n, k], or a quantised layer's codes, in the layout of its kernel, where ``scales``
+    (fp32 [n]) has the name."""
+
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in (*self.matrices.values(), *self.scales.values()))
+
+
 class WeightUpload:
     """Moves packed matrices to ``device`` on the current stream; one object for one load, whose buffers go with it."""
 
     def __init__(self, device: str, progress: Progress = no_progress, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device = device
-        self._type = dtype
+        self.dtype = dtype
         self._progress = progress
         self._stages: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event | None] = [None, None]
@@ -36,7 +50,7 @@ class WeightUpload:
 
     def matrix(self, packed: PackedMatrix) -> torch.Tensor:
         """[n, k] of ``packed``, of the type asked for."""
-        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding, self._type)
+        return unpack(self._bytes(packed.data), packed.n, packed.k, packed.encoding, self.dtype)
 
     def _bytes(self, data: np.ndarray) -> torch.Tensor:
         """``data`` as uint8 on the device; pinned buffers in turn, each refilled once its copy has ended."""
