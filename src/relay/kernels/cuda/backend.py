@@ -8,7 +8,7 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -85,6 +85,7 @@ class CudaBackend:
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
         self._meetings: Mapping[int, Meeting] = {}
+        self._kept: Set[str] = frozenset()
         self._capacity = 0
         self._step: Step | None = None
         self._mode: Mode = PLAIN
@@ -97,7 +98,7 @@ class CudaBackend:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
         try:
             upload = WeightUpload(self._device.name, self._progress, self._type)
-            coded = coded_names(program) if self._quantized else frozenset()
+            coded = coded_names(program, self._kept) if self._quantized else frozenset()
             load_weights(program, weights, self._device, upload, self._shared, coded=coded)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
@@ -111,9 +112,9 @@ class CudaBackend:
         self._device.vectors.update(vectors)
         self.bind(program)
 
-    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan) -> None:
-        """Before ``load``: this is one rank of several, and meets the others after these ops."""
-        self._meetings, self._device.areas = meetings, areas
+    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan, kept: Set[str]) -> None:
+        """Before ``load``: this is one rank of several, and meets the others after these ops. ``kept``: never quantised."""
+        self._meetings, self._device.areas, self._kept = meetings, areas, kept
 
     def set_links(self, links: Links) -> None:
         """Before the first step: where the other ranks are."""
