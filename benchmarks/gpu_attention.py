@@ -92,6 +92,10 @@ class Case:
         )
         return out
 
+    def spoil(self, position: int) -> None:
+        """What the cache holds of a token whose numbers overflowed (see ``rope``): its K is NaN."""
+        self.k[self.table[0, position // self.k.shape[2]].long(), :, position % self.k.shape[2]] = float("nan")
+
     def exact(self, stop: int) -> torch.Tensor:
         q = self.qkv[:stop, : self.q_heads * self.dim].double().view(stop, self.q_heads, self.dim).transpose(0, 1)
         k = self.keys[:stop].double().transpose(0, 1).repeat_interleave(self.group, 0)
@@ -153,6 +157,12 @@ def check(report: Report, hopper: bool, dtype: torch.dtype) -> int:
                 row[f"decode {config}"] = different(case.decode(every, config), reference)
             except Exception as error:
                 row[f"decode {config}"] = f"{type(error).__name__}: {str(error)[:120]}"
+        spoilt = length - 40
+        case.spoil(spoilt)
+        for config in configs:
+            got = case.prefill(0, length, config)
+            unseen = int((~got[spoilt:].isnan().all(1)).sum())
+            row[f"prefill {config} overflow"] = different(got[:spoilt], reference[:spoilt]) + unseen
         result[name] = row
         wrong = {k: v for k, v in row.items() if v != 0 and k != "relative_error"}
         found += len(wrong)

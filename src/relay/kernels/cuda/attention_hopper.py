@@ -5,7 +5,7 @@ A program takes 128 (token, query head of one KV head) rows: two warpgroups of 6
 cores accumulate the values of this one; the two warpgroups fill each other's gaps.
 None of that changes an addition: each tile's state goes through the same steps in the same order as in ``attention_prefill``.
 Rows of V after the last token stored are zeroed in shared memory, since free cache memory may hold NaN. (Later tokens of the chunk
-are not: their weight is 0 and their values are finite, unless the model itself has overflowed.)
+are not: their weight is 0 and their values are finite, as ``rope`` writes them.)
 """
 
 from functools import cache
