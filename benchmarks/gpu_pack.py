@@ -1,17 +1,18 @@
-"""A pack of random bf16 weights in the shape of Llama-3.1-8B, written at the speed of memory.
+"""A pack of random bf16 weights in the shape of Llama-3.1-8B or SmolLM2-135M, written at the speed of memory.
 
-``python -m benchmarks.gpu_pack FILE CACHE_DIR``. The tokenizer is byte-level with made-up tokens above: only token-id prompts make
-sense. The content digest is of the header alone (hashing 16 GB takes longer than all that is measured); the pack is noted as read.
+``python -m benchmarks.gpu_pack FILE CACHE_DIR [--shape 8b|smollm2]``. The tokenizer is byte-level with made-up tokens above: a
+prompt of text is a token a byte. The content digest is of the header alone (hashing 16 GB takes longer than all that is measured);
+the pack is noted as read.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from benchmarks.gpu_shapes import LLAMA_8B
+from benchmarks.gpu_shapes import LLAMA_8B, SMOLLM2
 from relay.kernels.packing import packed_bytes
 from relay.kernels.weights import Encoding
 from relay.models.checked import remember
@@ -32,6 +33,10 @@ from relay.models.pack import (
     digest_of,
 )
 from relay.models.rope import rope_tables
+
+SHAPES = {"8b": LLAMA_8B, "smollm2": SMOLLM2}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+LOGIT_SPREAD = 3.0  # of tied embeddings: at 1 / sqrt(hidden) every draw would be one of the whole vocabulary
 
 
 def tokenizer_json(vocab: int) -> str:
@@ -72,7 +77,8 @@ def write(path: Path, config: ModelConfig) -> None:
 
         for item in weight_items(config):
             if isinstance(item, MatrixItem):
-                scale = np.float32(1.0 if item.name == "embed" else item.k**-0.5)
+                spread = LOGIT_SPREAD if config.tied_embeddings else item.k**0.5
+                scale = np.float32(item.k**-0.5 * (spread if item.name == "embed" else 1))
                 bits = ((noise * scale).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
                 size = packed_bytes(item.n, item.k, Encoding.BF16)
                 whole, left = divmod(size, bits.nbytes)
@@ -85,7 +91,7 @@ def write(path: Path, config: ModelConfig) -> None:
         for name, table in zip(("rope.cos", "rope.sin"), rope_tables(config), strict=True):
             section([np.ascontiguousarray(table, np.float32)], name, "vector", table.shape, "F32")
         section([tokenizer_json(config.vocab).encode()], TOKENIZER, "text", (), "")
-        section([msgspec.json.encode(Texts(None, {}, {}), order="sorted")], TEXTS, "text", (), "")
+        section([msgspec.json.encode(Texts(CHAT_TEMPLATE, {}, {}), order="sorted")], TEXTS, "text", (), "")
         at = file.tell()
         header = msgspec.json.encode(Header(config, "native", tuple(entries)))
         file.write(header)
@@ -94,7 +100,15 @@ def write(path: Path, config: ModelConfig) -> None:
         file.write(Preamble(MAGIC, VERSION, 0, at, len(header), at + len(header), digest, digest).encode())
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("cache", type=Path, help="model cache, which notes the pack as read")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    arguments = parser.parse_args()
+    write(arguments.file, SHAPES[arguments.shape])
+    remember(arguments.file, arguments.cache)
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    write(target, LLAMA_8B)
-    remember(target, Path(sys.argv[2]))
+    main()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.gpu_load import load_direct
 
 Result = dict[str, Any]
 
@@ -88,7 +89,7 @@ def kv_speed(folder: Path) -> Result:
 
     kv = torch.randn(4, 2, 128, 8, 64, 128, device="cuda").bfloat16()
     table = np.random.default_rng(0).permutation(128)[:32].astype(np.int32)
-    plan = Plan([KvRange(1, 1, 0, 2048, table)], [0], 64)
+    plan = Plan([KvRange(1, 1, 0, 2048, table)], [0], 64, 8)
     flat = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
     words = torch.from_numpy(plan.words.copy()).cuda()
     rate = copy_rate()
@@ -220,6 +221,7 @@ PARTS: dict[str, tuple[Callable[[Path], Result], int]] = {
     "int8": (int8, 120),
     "float16": (float16, 150),
     "load": (load, 60),
+    "load_direct": (load_direct, 130),
 }
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
 # usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
-#        "model_time 60" "parts 480" "serve_8b 300" "transfer_8b 80" "baseline 60" (the first of these writes a pack of 16 GB to /dev/shm)
-#        "multi_gpu 550", on two GPUs
+#        "model_time 60" "parts 480" "serve_8b 300" "ready_8b 90" "chaos 150" (these need RELAY_CACHE; the 8b ones write a pack of
+#        16 GB to /dev/shm) "transfer_8b 80" "baseline 60"; on two GPUs "multi_gpu 550"
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
@@ -25,6 +25,21 @@ for job in "$@"; do
       [ -f /dev/shm/8b.pack ] || python3 -m benchmarks.gpu_pack /dev/shm/8b.pack "${RELAY_CACHE:?names the model cache}"
       timeout "$seconds" python3 -m benchmarks.gpu_serve /dev/shm/8b.pack --out "$OUT/serve_8b.json" --vocab 128000 \
         --parts sweep,kill,kill-both --rates 4,16,32 --streams 64 ;;
+    chaos)  # a cluster for each transport, at once: most of the time is spent waiting for workers that start again
+      [ -f /dev/shm/smollm2.pack ] ||
+        python3 -m benchmarks.gpu_pack /dev/shm/smollm2.pack "${RELAY_CACHE:?names the model cache}" --shape smollm2
+      for transport in ipc shm; do
+        timeout -k 5 "$seconds" python3 -m relay.cli.main chaos /dev/shm/smollm2.pack --backend cuda --transport "$transport" \
+          --shape 1P+2D --requests "${CHAOS_REQUESTS:-48}" --faults "${CHAOS_FAULTS:-8}" --seed "${CHAOS_SEED:-1}" \
+          --kinds kill_engine,kill_agent,kill_both,kill_role,kill_holder,segfault_engine,stop_engine,stop_both \
+          --longest-prompt 120 --longest-answer 256 --offline --output "$OUT/chaos_$transport.json" 2>&1 |
+          sed -u "s/^/$transport: /" | tee "$OUT/chaos_$transport.log" &
+      done
+      wait ;;
+    ready_8b)
+      [ -f /dev/shm/8b.pack ] || python3 -m benchmarks.gpu_pack /dev/shm/8b.pack "${RELAY_CACHE:?names the model cache}"
+      timeout -k 5 "$seconds" python3 -m benchmarks.gpu_serve /dev/shm/8b.pack --out "$OUT/ready_8b.json" --parts ready \
+        --ready-seconds $((seconds - 10)) ;;
     transfer_8b) timeout "$seconds" python3 -m benchmarks.gpu_transfer --out "$OUT/transfer_8b.json" ;;
     multi_gpu) timeout "$seconds" python3 -m benchmarks.multi_gpu --out "$OUT/multi_gpu.json" --limit $((seconds - 10)) ;;
     parts) python3 -m benchmarks.gpu_parts --out "$OUT" --seconds "$seconds" ;;

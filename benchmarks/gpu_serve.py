@@ -1,7 +1,8 @@
 """The whole server on a GPU through HTTP: start, text, rate sweep, killed workers.
 
-``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]``.
-Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
+``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]
+[--transport ipc]``. Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
+``--parts ready`` only starts servers, until ``--ready-seconds`` are over; the transport is that of split shapes.
 """
 
 import argparse
@@ -16,15 +17,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.servers import free_port
+from relay.config import TRANSPORTS
 
 READY_TIMEOUT_S = 240.0
+REPORT_S = 0.3  # after which a worker's counters have reached the gateway
+STARTS = 3  # of each shape, at most
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -77,6 +81,10 @@ class Server:
         self.url, self.process, self.ready_s, self.log = url, process, ready_s, log
         self.port = int(url.rsplit(":", 1)[1])
 
+    def phases(self) -> list[str]:
+        """What workers said of their starts."""
+        return [line for line in self.log.read_text().splitlines() if "KV blocks; ready" in line or "shared" in line]
+
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return json.load(response)
@@ -85,10 +93,19 @@ class Server:
         rows: list[dict[str, Any]] = self.get("/status")["workers"]
         return next(row for row in rows if row["id"] == name)
 
-    async def ask(self, body: dict[str, Any]) -> Stream:
-        """One streamed completion with token ids."""
+    def counters(self, *names: str) -> dict[str, int]:
+        """The gateway's counters of these names, without ``relay_`` and ``_total``."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        shown = {
+            line.split("{")[0].split(" ")[0]: int(float(line.rsplit(" ", 1)[1])) for line in lines if line[:1] != "#"
+        }
+        return {name: shown.get(f"relay_{name}_total", 0) for name in names}
+
+    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
+        """One streamed completion with token ids; ``stream`` can be looked at while it comes."""
         payload = json.dumps({"stream": True, "return_token_ids": True, "ignore_eos": True, **body}).encode()
-        stream = Stream()
+        stream = stream or Stream()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         stream.started = time.perf_counter()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
@@ -127,10 +144,10 @@ def serving(
                     break
             time.sleep(0.02)
         print("ready", round(time.perf_counter() - began, 1), flags, flush=True)
-        for line in log.read_text().splitlines():
-            if "KV blocks; ready" in line or "restarting" in line or "shared" in line:
-                print("  ", line, flush=True)
-        yield Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
+        server = Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
+        for line in server.phases():
+            print("  ", line, flush=True)
+        yield server
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -178,8 +195,21 @@ async def at_rate(server: Server, rate: float, seconds: float, length: int, new:
     return row
 
 
-async def killed(server: Server, victim: str, streams: int, length: int, new: int, vocab: int) -> dict[str, Any]:
-    """The same requests undisturbed and with ``victim``'s engine killed in the middle; the gap of each stream that it served."""
+RESUMES = ("resumed", "recomputed_tokens", "resumes_delayed")
+
+
+def _middle(values: list[int]) -> int:
+    return sorted(values)[len(values) // 2]
+
+
+async def killed(
+    server: Server, victim: str, streams: int, length: int, new: int, vocab: int, again_within_s: float = 120.0
+) -> dict[str, Any]:
+    """The same requests undisturbed and with ``victim``'s engine killed when half is out; the longest gap of each stream since.
+
+    Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts
+    were at hand: then it is about ``tokens_at_kill``, else a prompt more.
+    """
 
     def bodies(salt: str) -> list[dict[str, Any]]:
         return [
@@ -193,23 +223,31 @@ async def killed(server: Server, victim: str, streams: int, length: int, new: in
             for index, text in enumerate(prompts(streams, length, vocab, seed=77))
         ]
 
-    calm = [s.read() for s in await asyncio.gather(*(server.ask(body) for body in bodies("calm")))]
+    calm = await asyncio.gather(*(server.ask(body) for body in bodies("calm")))
+    half = _middle([len(stream.lines) for stream in calm]) / 2
+    calm = [stream.read() for stream in calm]
     usual = percentile([gap for stream in calm for gap in stream.gaps], 0.99)
-    running = asyncio.gather(*(server.ask(body) for body in bodies("storm")))
-    whole = max(stream.times[-1] for stream in calm) - min(stream.started for stream in calm)
-    await asyncio.sleep(0.5 * whole)
     before = await asyncio.to_thread(server.worker, victim)
+    counted = await asyncio.to_thread(server.counters, *RESUMES)
+    coming = [Stream() for _ in range(streams)]
+    running = asyncio.gather(*map(server.ask, bodies("storm"), coming))
+    while _middle([len(stream.lines) for stream in coming]) < half:
+        await asyncio.sleep(0.002)
+        if running.done():
+            raise RuntimeError("every request had ended before half of its lines had come")
     os.kill(before["pid"], signal.SIGKILL)
     at = time.perf_counter()
     storm = [s.read() for s in await running]
-    gaps = []
+    gaps, had = [], []
     for stream in storm:
-        last = max((t for t in stream.times if t <= at + 0.002), default=None)
-        following = next((t for t in stream.times if t > at + 0.002), None)
-        if last is not None and following is not None:
-            gaps.append(following - last)
-    affected = [gap for gap in gaps if gap > 3 * usual]
-    deadline = time.monotonic() + 120
+        had.append(sum(t <= at for t in stream.times))
+        after = [end - start for start, end in zip(stream.times, stream.times[1:], strict=False) if end > at]
+        gaps += [max(after)] if after else []  # whatever was under way when it died comes at once
+    resumes = {
+        name: value - counted[name] for name, value in (await asyncio.to_thread(server.counters, *RESUMES)).items()
+    }
+    affected = sorted(gaps)[max(0, len(gaps) - resumes["resumed"]) :]
+    deadline = time.monotonic() + again_within_s
     again_s = float("nan")
     while time.monotonic() < deadline:
         row = await asyncio.to_thread(server.worker, victim)
@@ -221,9 +259,10 @@ async def killed(server: Server, victim: str, streams: int, length: int, new: in
     result = {
         "victim": victim,
         "streams": streams,
-        "placed_on_victim": before["placed"],
         "prompt_tokens": length,
         "new_tokens": new,
+        "tokens_at_kill": _middle(had),
+        **resumes,
         "next_token_ms_of_disturbed": ms(affected),
         "disturbed": len(affected),
         "next_token_ms_of_all": ms(gaps),
@@ -248,17 +287,30 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49000)
     parser.add_argument("--shapes", default="split,colocated")
     parser.add_argument("--streams", type=int, default=48)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="ipc", help="of KV between P and D")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=80.0, help="no start is begun that would end after so long"
+    )
     parser.add_argument("--flags", default="")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     extra = arguments.flags.split()
-    shapes = {"split": ("--prefill", "1", "--decode", "1"), "colocated": ("--prefill", "0", "--decode", "1")}
-    found: dict[str, Any] = {"model": arguments.model, "prompt": arguments.prompt, "new": arguments.new}
+    between = ("--transport", arguments.transport)
+    shapes = {"split": ("--prefill", "1", "--decode", "1", *between), "colocated": ("--prefill", "0", "--decode", "1")}
+    found: dict[str, Any] = {
+        "model": arguments.model,
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "transport": arguments.transport,
+        "flags": extra,
+    }
 
     def keep(key: str, value: Any) -> None:
         found[key] = value
         arguments.out.write_text(json.dumps({**report.provenance(), **found}, indent=1) + "\n")
 
+    if "ready" in parts:
+        starts(arguments.model, between, extra, arguments.ready_seconds, keep)
     for shape in arguments.shapes.split(",") if "sweep" in parts or "text" in parts else []:
         with serving(arguments.model, *shapes[shape], *extra) as server:
             keep(f"{shape}/ready_s", round(server.ready_s, 2))
@@ -269,15 +321,15 @@ def main() -> None:
             if "sweep" in parts:
                 asyncio.run(at_rate(server, 4, 2, arguments.prompt, 16, arguments.vocab))  # warm
                 for rate in arguments.rates.split(","):
+                    before = counted(server)
                     row = asyncio.run(
                         at_rate(
                             server, float(rate), arguments.seconds, arguments.prompt, arguments.new, arguments.vocab
                         )
                     )
-                    keep(f"{shape}/rate {rate}", row)
-                keep(f"{shape}/transfers", transfers(server))
+                    keep(f"{shape}/rate {rate}", row | {"transfers": transfers(server, before)})
     for part, name, flags, victim in (
-        ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2"), "decode-0"),
+        ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2", *between), "decode-0"),
         ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
     ):
         if part in parts:
@@ -287,8 +339,35 @@ def main() -> None:
                 )
 
 
-def transfers(server: Server) -> dict[str, float]:
-    """What the engines counted of KV transfers."""
+def starts(
+    model: str, between: tuple[str, ...], extra: list[str], seconds: float, keep: Callable[[str, Any], None]
+) -> None:
+    """From the command to all workers ready, by shape, in turns; P and D of one GPU share one copy of the weights."""
+    import torch
+
+    shapes = {
+        "colocated": ("--prefill", "0", "--decode", "1"),
+        "1P+1D, shared weights": ("--prefill", "1", "--decode", "1", *between),
+        "1P+1D, two GPUs": ("--prefill-devices", "cuda:0", "--decode-devices", "cuda:1", *between),
+    }
+    if torch.cuda.device_count() < 2:
+        del shapes["1P+1D, two GPUs"]
+    rows: dict[str, dict[str, list[Any]]] = {name: {"ready_s": [], "phases": []} for name in shapes}
+    began, longest = time.monotonic(), 0.0
+    for name, flags in [*shapes.items()] * STARTS:
+        begin = time.monotonic()
+        if begin - began + longest > seconds:
+            break
+        with serving(model, *flags, *extra) as server:
+            rows[name]["ready_s"].append(round(server.ready_s, 2))
+            rows[name]["phases"].append(server.phases())
+        longest = max(longest, time.monotonic() - begin)
+        keep("ready", rows)
+
+
+def counted(server: Server) -> dict[str, float]:
+    """What the engines have counted of KV transfers."""
+    time.sleep(REPORT_S)
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -296,6 +375,12 @@ def transfers(server: Server) -> dict[str, float]:
         if line.startswith("relay_worker_kv_") and "_total{" in line:
             name = line.split("{")[0].removeprefix("relay_worker_")
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def transfers(server: Server, before: dict[str, float] | None = None) -> dict[str, float]:
+    """The same since ``before``, with the share of bytes that prompts hid, and what each transfer took after its first token."""
+    found = {name: count - (before or {}).get(name, 0.0) for name, count in counted(server).items()}
     if found.get("kv_bytes_sent_total"):
         found["hidden_share"] = round(1 - found.get("kv_late_bytes_sent_total", 0.0) / found["kv_bytes_sent_total"], 4)
         found["exposed_ms_each"] = round(

@@ -1,159 +1,52 @@
 """Two GPUs in one call: 1P + 1D against two colocated replicas against two ranks; KV between devices; killed workers.
 
 ``python -m benchmarks.multi_gpu --out FILE`` on two GPUs: an 8B shape with random weights, at most ``--limit`` seconds.
+``--merge OLD`` keeps the parts of an earlier file that this call does not measure; OLD may be FILE.
 ``--cpu --tiny`` runs every part on CPUs with a model of a few kilobytes: a test of this script, its figures mean nothing.
 Each part stands alone: what fails is recorded with its reason, what finds no time left is skipped and says so, and FILE is
-rewritten after each.
+rewritten after each. ``--plan`` prints what each part is expected to take. The load is argued for in ``multi_gpu_load``.
+
+Parts on one server follow each other without another start: a kill comes last, on the server that was under load. ``kill``
+takes the only D: P has the prompts' KV and computes again only what was generated. ``kill-replica`` takes one of two replicas: the
+other has nothing of its requests and computes them whole. ``recomputed_tokens`` says which it was.
 """
 
 import argparse
-import asyncio
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+import uvloop
+
 from benchmarks.gpu_pack import write
-from benchmarks.gpu_serve import Server, killed, serving, transfers
-from benchmarks.gpu_shapes import LLAMA_8B, SMOLLM2
-from benchmarks.multi_gpu_load import Load, drive
+from benchmarks.gpu_serve import Server, Stream, killed, serving, transfers
+from benchmarks.gpu_shapes import SMOLLM2
+from benchmarks.multi_gpu_load import drive
+from benchmarks.multi_gpu_report import budget_of, compared
+from benchmarks.multi_gpu_run import Run
+from benchmarks.multi_gpu_setup import CPUS, GPUS, LONG_8B, TINY, Setup
 from benchmarks.multi_gpu_transfer import Pair, copy_rate
 from relay.config import TransportName
 from relay.models.checked import remember
-from relay.models.config import ModelConfig, RopeConfig
 from relay.worker.spec import WorkerSpec
 
-TINY = ModelConfig(
-    architecture="llama", vocab=512, hidden=64, intermediate=128, num_layers=3, num_heads=4, num_kv_heads=2,
-    head_dim=16, rms_eps=1e-5, max_positions=4096, rope=RopeConfig(theta=10000.0), tied_embeddings=False,
-)  # fmt: skip
-NO_VLLM = "not run: vLLM is not on this machine and nothing can be fetched there; --vllm PORT MODEL drives one that is"
+REPORT_S = 0.3  # after which a worker's counters have reached the gateway
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What differs between the real run and the test of the script."""
+class Part:
+    """``measure`` of a part; ``needs_s`` without the start of its server, which is named by ``server`` (shape, flags)."""
 
-    backend: str
-    devices: tuple[str, str]
-    load: Load
-    budgets: tuple[int, ...]
-    factors: tuple[float, ...]
-    sweep_s: float
-    transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
-    transports: tuple[TransportName, ...]  # the first is what the split is served with
-    kill_streams: int
-    kill_prompt: int
-    kill_new: int
-    flags: tuple[str, ...]
-    block_size: int
-    chunk: int
-    start_s: float  # what a start may take
-
-    def shape(self, name: str) -> tuple[str, ...]:
-        """Flags of a shape; every one uses both devices."""
-        first, second = self.devices
-        chosen = {
-            "split": ("--prefill", "1", "--decode", "1", "--transport", self.transports[0]),
-            "split-other": ("--prefill", "1", "--decode", "1", "--transport", self.transports[1]),
-            "colocated": ("--prefill", "0", "--decode", "2"),
-            "ranks": ("--prefill", "0", "--decode", "1", "--tensor-parallel-size", "2"),
-        }[name]
-        if self.backend != "cuda":
-            return chosen
-        placed = {
-            "split": ("--prefill-devices", first, "--decode-devices", second),
-            "split-other": ("--prefill-devices", first, "--decode-devices", second),
-            "colocated": ("--decode-devices", f"{first},{second}"),
-            "ranks": ("--decode-devices", f"{first},{second}"),
-        }[name]
-        return (*chosen, *placed)
-
-
-GPUS = Setup(
-    backend="cuda",
-    devices=("cuda:0", "cuda:1"),
-    load=Load(),
-    budgets=(512, 1024, 2048, 8192),
-    factors=(1.0, 2.0),
-    sweep_s=9.0,
-    transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
-    transports=("ipc", "shm"),
-    kill_streams=64,
-    kill_prompt=512,
-    kill_new=400,
-    flags=("--max-model-len", "8192"),
-    block_size=64,
-    chunk=8192,
-    start_s=90.0,
-)
-CPUS = Setup(
-    backend="cpu",
-    devices=("cpu", "cpu"),
-    load=Load(4, 48, 24, 2, 600, 8, 3.0, 500, slo_ttft_ms=2000, slo_itl_ms=200, drain_s=30),
-    budgets=(64, 256),
-    factors=(1.0,),
-    sweep_s=2.0,
-    transfers=((512, 3), (2048, 2)),
-    transports=("shm", "tcp"),
-    kill_streams=8,
-    kill_prompt=64,
-    kill_new=600,
-    flags=("--threads", "1", "--kv-cache-memory", "64M"),
-    block_size=16,
-    chunk=256,
-    start_s=60.0,
-)
-
-
-class Run:
-    """Parts under one limit of time, with what they found in one file."""
-
-    def __init__(self, out: Path, limit_s: float) -> None:
-        self._out = out
-        self._end = time.monotonic() + limit_s
-        self.found: dict[str, Any] = {"parts": {}, "problems": {}, "vllm": {"note": NO_VLLM}}
-
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-    def part(self, name: str, needs_s: float, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returns; None, recorded, where it failed or there was no time for it."""
-        if self.left_s() < needs_s:
-            self.found["problems"][name] = f"skipped: {self.left_s():.0f} s were left, it may take {needs_s:.0f}"
-            self.save()
-            return None
-        began = time.monotonic()
-        value = None
-        try:
-            value = self.found["parts"][name] = measure()
-        except Exception as error:  # recorded, and the next part runs
-            self.found["problems"][name] = "".join(traceback.format_exception_only(error)).strip()[-3000:]
-            print(name, "FAILED", self.found["problems"][name], flush=True)
-        self.found.setdefault("part_seconds", {})[name] = round(time.monotonic() - began, 1)
-        self.save()
-        return value
-
-    def save(self) -> None:
-        document = without_nan({**report.provenance(), **self.found})
-        self._out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def without_nan(value: Any) -> Any:
-    """``value`` with None for percentiles of nothing, which JSON has no number for."""
-    if isinstance(value, dict):
-        return {name: without_nan(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    needs_s: float
+    measure: Callable[..., Any]
+    server: tuple[str, ...] = ()
 
 
 class Bench:
@@ -161,38 +54,113 @@ class Bench:
 
     def __init__(self, setup: Setup, pack: Path, cache: Path, run: Run) -> None:
         self._setup, self._pack, self._cache, self._run = setup, pack, cache, run
+        self.parts = self._parts()
 
-    def serve(self, shape: str, *more: str) -> Any:
+    def _parts(self) -> dict[str, Part]:
+        """Every part by name, in the order of their worth."""
         setup = self._setup
-        flags = (*setup.shape(shape), *setup.flags, *more)
+        loads, one = setup.load_s(setup.factors), setup.load_s(setup.factors[:1])
+        load = partial(self.loads, setup.factors)
+        found = {
+            "split": Part(loads, load, ("split",)),
+            "kill": Part(setup.kill_s, partial(self.kill, "decode-0", 1), ("split",)),
+        }
+        *budgets, last = setup.budgets
+        for family, budget in (
+            *(("colocated", budget) for budget in budgets),
+            *(("ranks", budget) for budget in setup.rank_budgets),
+            ("colocated", last),
+        ):
+            server = (family, *budget_flags(budget))
+            found[f"{family}-{budget}"] = Part(loads, load, server)
+            if family == "colocated" and budget == max(setup.budgets):
+                found["kill-replica"] = Part(setup.kill_s, partial(self.kill, "worker-0", 2), server)
+        found["kv"] = Part(setup.transfer_s, partial(self.kv, setup.transports[0]))
+        found["kv-other"] = Part(setup.transfer_s, partial(self.kv, setup.transports[1]))
+        found["split-other"] = Part(one, partial(self.loads, setup.factors[:1]), ("split-other",))
+        found["exact-ranks"] = Part(setup.verify_s, self.exact_ranks)
+        return found
+
+    def named(self, text: str) -> list[str]:
+        """The parts that ``text`` asks for, those of a server together. Raises ValueError for a name that is none."""
+        asked: dict[str, None] = {}
+        for word in text.split(","):
+            found = [name for name in self.parts if name == word or budget_of(name, word) is not None]
+            if not found:
+                raise ValueError(f"no part is named {word}; there are {', '.join(self.parts)}")
+            asked |= dict.fromkeys(found)
+        ordered: dict[str, None] = {}
+        for name in asked:
+            server = self.parts[name].server
+            ordered |= dict.fromkeys([each for each in asked if server and self.parts[each].server == server] or [name])
+        return list(ordered)
+
+    def measure(self, names: list[str]) -> None:
+        """Measure ``names``, which ``named`` ordered: neighbours of one server on one start of it."""
+        while names:
+            part = self.parts[names[0]]
+            group = [name for name in names if part.server and self.parts[name].server == part.server] or names[:1]
+            names = [name for name in names if name not in group]
+            if part.server:
+                self._on_server(part.server, group)
+            else:
+                self._run.part(group[0], self._needs(group[0]), part.measure)
+
+    def _on_server(self, server: tuple[str, ...], group: list[str]) -> None:
+        setup, left = self._setup, list(group)
+        needs = self._needs(group[0]) + setup.ready_s
+        if self._run.left_s() < needs:
+            for name in group:
+                self._run.problem(name, f"skipped: {self._run.left_s():.0f} s were left, it may take {needs:.0f}")
+            return
+        flags = (*setup.shape(server[0]), *server[1:])
         ready = min(setup.start_s, max(5.0, self._run.left_s() - 5))
-        return serving(str(self._pack), *flags, backend=setup.backend, ready_within_s=ready)
+        try:
+            with serving(str(self._pack), *flags, *setup.flags, backend=setup.backend, ready_within_s=ready) as running:
+                while left:
+                    name = left.pop(0)
+                    self._run.part(name, self._needs(name), partial(self.parts[name].measure, running, flags))
+        except Exception as error:  # it did not start, or did not end: the other servers' parts run
+            for name in left:
+                self._run.problem(name, str(error)[-3000:])
+            if not left:
+                print("after", ", ".join(group), repr(error), flush=True)
 
-    def loads(self, shape: str, *more: str, factors: tuple[float, ...], seconds: float | None = None) -> dict[str, Any]:
-        """``shape`` under each factor of the load, after a short warm-up that is not counted."""
-        setup = self._setup
-        with self.serve(shape, *more) as server:
-            found: dict[str, Any] = {"flags": [*setup.shape(shape), *more], "ready_s": round(server.ready_s, 2)}
-            asyncio.run(drive(server, setup.load.times(0.5, 2.0)))
-            for factor in factors:
-                found[f"load x {factor:g}"] = row = asyncio.run(drive(server, setup.load.times(factor, seconds)))
-                _show(f"{shape} {' '.join(more)} x {factor:g}", row)
-            if shape.startswith("split"):
-                found["transfers"] = transfers(server)
-            return found
+    def _needs(self, name: str) -> float:
+        return self.parts[name].needs_s if self._setup.backend == "cuda" else 0.0
 
-    def colocated(self) -> dict[str, Any]:
-        """Every token budget for a while; the best by goodput, then by gaps, gets the whole measurement."""
+    def expected_s(self, names: list[str]) -> dict[str, float]:
+        """Seconds that each of ``names`` is expected to take; the first on a server has its start."""
+        started: set[tuple[str, ...]] = set()
+        found = {}
+        for name in names:
+            part = self.parts[name]
+            found[name] = part.needs_s + (self._setup.ready_s + 2 if part.server and part.server not in started else 0)
+            started.add(part.server)
+        return found
+
+    def loads(self, factors: tuple[float, ...], server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
+        """Each factor of the load and the backlog, after a short warm-up that is not counted."""
         setup = self._setup
-        sweep: dict[int, dict[str, Any]] = {}
-        for budget in setup.budgets:
-            flags = ("--max-num-batched-tokens", str(budget), "--max-num-seqs", str(min(256, budget)))
-            rows = self.loads("colocated", *flags, factors=setup.factors[:1], seconds=setup.sweep_s)
-            sweep[budget] = rows[f"load x {setup.factors[0]:g}"]
-        best = max(sweep, key=lambda budget: (sweep[budget]["goodput_per_s"], -sweep[budget]["itl_ms"]["p99"]))
-        flags = ("--max-num-batched-tokens", str(best), "--max-num-seqs", str(min(256, best)))
-        whole = self.loads("colocated", *flags, factors=setup.factors)
-        return {"sweep": sweep, "best_budget": best, **whole}
+        found: dict[str, Any] = {"flags": list(flags), "ready_s": round(server.ready_s, 2)}
+        split = "--transport" in flags
+        uvloop.run(drive(server, setup.load.times(0.5, 2.0)))
+        runs = {f"load x {factor:g}": setup.load.times(factor) for factor in factors}
+        for name, load in {**runs, "backlog": setup.load.at_once()}.items():
+            before = transfers(server) if split else {}
+            found[name] = row = uvloop.run(drive(server, load))
+            if split:
+                time.sleep(REPORT_S)
+                row["transfers"] = transferred(before, transfers(server))
+            _show(f"{' '.join(flags)} {name}", row)
+        return found
+
+    def kill(self, victim: str, workers: int, server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
+        """Kill one of ``workers`` that decode, each with the same number of streams."""
+        setup = self._setup
+        sizes = workers * setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab
+        measured = killed(server, victim, *sizes, again_within_s=max(5.0, min(40.0, self._run.left_s() - 5)))
+        return {"flags": list(flags), **uvloop.run(measured)}
 
     def kv(self, transport: TransportName) -> dict[str, Any]:
         """KV from the first device to the second, and the plain copy rate between them at the same sizes."""
@@ -215,13 +183,6 @@ class Bench:
             pair.close()
         return found
 
-    def kill(self, shape: str, victim: str) -> dict[str, Any]:
-        setup = self._setup
-        with self.serve(shape) as server:
-            return asyncio.run(
-                killed(server, victim, setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab)
-            )
-
     def exact_ranks(self) -> dict[str, Any]:
         """``relay verify`` with two ranks, on a model of SmolLM2's shape (the tiny one on CPUs)."""
         setup = self._setup
@@ -243,8 +204,7 @@ class Bench:
     def external(self, port: int, model: str) -> dict[str, Any]:
         """The same load on another server that listens on ``port`` of this machine."""
         server = _External(f"http://127.0.0.1:{port}", model)
-        loads = self._setup.load
-        return {f"load x {f:g}": asyncio.run(drive(server, loads.times(f))) for f in self._setup.factors}
+        return self.loads(self._setup.factors, server, ("vllm", model))
 
     def _spec(self, name: str, device: str, transport: TransportName) -> WorkerSpec:
         setup = self._setup
@@ -274,14 +234,16 @@ class _External(Server):
     """A server of somebody else's, with the model's name in every body."""
 
     def __init__(self, url: str, model: str) -> None:
-        self.url, self._model = url, model
+        self.url, self._model, self.ready_s = url, model, 0.0
         self.port = int(url.rsplit(":", 1)[1])
 
-    async def ask(self, body: dict[str, Any]) -> Any:
-        return await super().ask({"model": self._model, **body})
+    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
+        return await super().ask({"model": self._model, **body}, stream)
 
 
-LONG_8B = replace(LLAMA_8B, max_positions=40960)
+def budget_flags(budget: int) -> tuple[str, ...]:
+    """Flags of ``budget`` tokens a step, with as many sequences as it has room for."""
+    return ("--max-num-batched-tokens", str(budget), "--max-num-seqs", str(min(256, budget)))
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
@@ -293,24 +255,14 @@ def _show(name: str, row: dict[str, Any]) -> None:
     )
 
 
-def compared(parts: dict[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
-    """Split against colocated at its best budget and against ranks, at each load: ratios over 1 favour the split."""
-    found: dict[str, Any] = {}
-    for factor in factors:
-        key = f"load x {factor:g}"
-        split = (parts.get("split") or {}).get(key)
-        for other in ("colocated", "ranks"):
-            row = (parts.get(other) or {}).get(key)
-            if not split or not row:
-                continue
-            found[f"split over {other}, {key}"] = {
-                "itl_p99": round(row["itl_ms"]["p99"] / split["itl_ms"]["p99"], 3),
-                "goodput": round(split["goodput_per_s"] / max(row["goodput_per_s"], 1e-9), 3),
-                "ttft_p50": round(row["ttft_ms"]["p50"] / split["ttft_ms"]["p50"], 3),
-                "output_tokens_per_s": round(split["output_tokens_per_s"] / row["output_tokens_per_s"], 3),
-                "same_tokens": split["digest"] == row["digest"] != "",
-            }
-    return found
+def transferred(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What the engines counted of KV transfers between two looks."""
+    counted = {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
+    sent, count = counted.get("kv_bytes_sent_total", 0.0), counted.get("kv_transfers_sent_total", 0.0)
+    if sent and count:
+        counted["hidden_share"] = round(1 - counted.get("kv_late_bytes_sent_total", 0.0) / sent, 4)
+        counted["exposed_ms_each"] = round(counted.get("kv_exposed_us_total", 0.0) / count / 1e3, 2)
+    return counted
 
 
 def topology() -> Any:
@@ -326,10 +278,10 @@ def topology() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=float, default=550.0, help="seconds for everything")
-    parser.add_argument(
-        "--parts", default="kv,split,colocated,kill,exact-ranks,ranks,kill-replica,kv-other,split-other"
-    )
+    parser.add_argument("--limit", type=float, default=450.0, help="seconds for everything")
+    parser.add_argument("--parts", help="names with commas; colocated: every budget [default: all, by their worth]")
+    parser.add_argument("--merge", type=Path, help="keep the parts of this file that are not measured now")
+    parser.add_argument("--plan", action="store_true", help="only print what the parts are expected to take")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
@@ -341,12 +293,18 @@ def main() -> None:
     if arguments.cpu != arguments.tiny:
         parser.error("--cpu and --tiny go together: the 8B shape is for GPUs, the tiny one proves only the script")
     setup = CPUS if arguments.cpu else GPUS
-    run = Run(arguments.out, arguments.limit)
+    earlier = json.loads(arguments.merge.read_text()) if arguments.merge else None
+    run = Run(arguments.out, arguments.limit, setup.backend, earlier)
     with tempfile.TemporaryDirectory(prefix="relay-multi-gpu-") as scratch:
         pack = arguments.pack or Path(scratch if arguments.cpu else "/dev/shm") / "bench.pack"
         cache = arguments.cache_dir or Path(scratch) / "cache"
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
         bench = Bench(setup, pack, cache, run)
+        names = bench.named(arguments.parts) if arguments.parts else list(bench.parts)
+        expected = bench.expected_s(names)
+        print(json.dumps({"expected_s": expected, "together_s": sum(expected.values())}, indent=1), flush=True)
+        if arguments.plan:
+            return
         run.part("topology", 0, topology)
 
         def prepare() -> dict[str, float]:
@@ -357,26 +315,13 @@ def main() -> None:
 
         if run.part("prepare", 0, prepare) is None:
             raise SystemExit("no weights: nothing can be measured")
-        measures: dict[str, tuple[float, Callable[[], Any]]] = {
-            "kv": (60, lambda: bench.kv(setup.transports[0])),
-            "kv-other": (60, lambda: bench.kv(setup.transports[1])),
-            "split": (60, lambda: bench.loads("split", factors=setup.factors)),
-            "split-other": (45, lambda: bench.loads("split-other", factors=setup.factors[:1])),
-            "colocated": (120, bench.colocated),
-            "kill": (45, lambda: bench.kill("split", "decode-0")),
-            "kill-replica": (45, lambda: bench.kill("colocated", "worker-0")),
-            "exact-ranks": (60, bench.exact_ranks),
-            "ranks": (50, lambda: bench.loads("ranks", factors=setup.factors)),
-        }
-        for name in arguments.parts.split(","):
-            needs_s, measure = measures[name]
-            run.part(name, needs_s if not arguments.cpu else 0, measure)
+        bench.measure(names)
         if arguments.vllm:
             port, model = arguments.vllm
             found = run.part("vllm", 60, lambda: bench.external(int(port), model))
             if found is not None:
                 run.found["vllm"] = found
-        run.found["compared"] = compared(run.found["parts"], setup.factors)
+        run.found["compared"] = compared(run.found["parts"])
         run.save()
         print(json.dumps({"compared": run.found["compared"], "problems": run.found["problems"]}, indent=1))
 

@@ -222,4 +222,33 @@ def copy_rate(source: str, target: str, size: int, runs: int = 9) -> dict[str, A
         seconds.append(time.perf_counter() - begin)
     peers = torch.cuda.can_device_access_peer(torch.device(source).index, torch.device(target).index)
     rate = size / statistics.median(seconds[2:]) / 1e9
-    return {"bytes": size, "gb_per_s": round(rate, 1), "peers": peers, "equal": bool((b == a.to(target)).all())}
+    return {
+        "bytes": size,
+        "gb_per_s": round(rate, 1),
+        "kernel_gb_per_s": _gather_rate(a.view(torch.int16), b) if peers else None,
+        "peers": peers,
+        "equal": bool((b == a.to(target)).all()),
+    }
+
+
+def _gather_rate(cache: Any, flat: Any, runs: int = 9) -> float:
+    """GB/s of the frame kernel alone, from blocks of 64 tokens of 8 heads on one device to frames of 128 MiB on the other."""
+    import torch
+
+    from relay.kernels.cuda.kv_move import Plan, move
+    from relay.kernels.kv_frames import KvRange
+
+    layers, blocks = 4, 128  # 128 MiB
+    kv = cache[: layers * 2 * blocks * 8 * 64 * 128].view(layers, 2, blocks, 8, 64, 128)
+    plan = Plan([KvRange(0, layers, 0, 64 * blocks, np.arange(blocks, dtype=np.int32)[::-1].copy())], [0], 64)
+    seconds = []
+    with torch.cuda.device(cache.device):
+        for _ in range(runs + 2):
+            words = torch.from_numpy(plan.words.copy()).to(cache.device)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            move(kv, flat, plan, words, store=False)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+    return round(kv.nbytes / statistics.median(seconds[2:]) / 1e9, 1)

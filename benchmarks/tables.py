@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, docs/benchmarks.md and docs/failure-model.md from the JSON files under benchmarks/results/.
+"""Writes the figures of README.md and of pages under docs/ from the JSON files under benchmarks/results/.
 
     python -m benchmarks.tables            # rewrite what lies between the markers
     python -m benchmarks.tables --check    # exit 1 if a page is stale
@@ -15,12 +15,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chaos_tables, kv_tables
+from benchmarks import chaos_tables, h200_tables, kv_tables, multi_gpu_charts, multi_gpu_tables
 from benchmarks.goals import GOALS, SHAPES, Results
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GPU_FOLDER = "h200"
+GPU_FOLDER = "h200"  # all of it is shown by what the files hold, but for:
+GPU_NAMED = ("multi_gpu",)
 
 COMMANDS = {
     "serve": "python -m benchmarks.serve --json benchmarks/results/cpu/serve.json",
@@ -36,6 +37,7 @@ COMMANDS = {
     "kv_bfloat16": "python -m benchmarks.kv bfloat16",
     "scheduler": "python -m benchmarks.scheduler --json benchmarks/results/scheduler.json",
     "correctness": "python -m benchmarks.correctness --json benchmarks/results/correctness.json",
+    "multi_gpu": "python -m benchmarks.multi_gpu --out benchmarks/results/h200/multi_gpu.json",
 }
 SERVERS = {
     "split": "relay, 1P + 1D",
@@ -50,7 +52,7 @@ def load(folder: Path = RESULTS) -> Results:
     """Every known result by name, wherever under ``folder`` its file lies. Raises ValueError if two files have one name."""
     results: Results = {}
     for path in sorted(folder.rglob("*.json")):
-        if path.stem not in COMMANDS or GPU_FOLDER in path.parts:
+        if path.stem not in COMMANDS or (GPU_FOLDER in path.parts and path.stem not in GPU_NAMED):
             continue
         if path.stem in results:
             raise ValueError(f"two results are named {path.name} under {folder}")
@@ -223,30 +225,6 @@ def correctness_text(result: dict[str, Any]) -> str:
     )
 
 
-def gpu_tables(folder: Path = RESULTS / GPU_FOLDER) -> str:
-    """Decode and prefill figures of the GPU runs; other sections stay in the files (``throughput`` includes compiling)."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        shown = {
-            name: value
-            for name, value in result.items()
-            if name.startswith(("decode/", "prefill/"))
-            and isinstance(value, dict)
-            and all(isinstance(row, dict) for row in value.values())
-        }
-        if not shown:
-            continue
-        facts = result.get("environment", {})
-        known = " · ".join(f"{key} {value}" for key, value in facts.items())
-        parts.append(f"<sub>`{path.relative_to(ROOT)}` · {known}</sub>\n")
-        for name, rows in shown.items():
-            columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-            cells = [[key, *(number(row.get(column)) for column in columns)] for key, row in rows.items()]
-            parts.append(table([name, *columns], cells) + "\n")
-    return "\n".join(parts).rstrip() or "No GPU results are committed."
-
-
 def kv_text(results: Results) -> str:
     """Everything about KV transfer that was measured."""
     names = [name for name in ("kv_float32", "kv_bfloat16") if name in results]
@@ -276,9 +254,17 @@ def sections(results: Results) -> dict[str, str]:
         "scheduler": one("scheduler", scheduler_table),
         "kernels": one("kernels", kernels_table),
         "correctness": one("correctness", correctness_text),
-        "gpu": gpu_tables(),
+        "gpu": h200_tables.text(RESULTS / GPU_FOLDER, table, number),
         "kv": kv_text(results),
     }
+
+
+def multi_gpu_text(results: Results) -> str:
+    """Everything that was measured on two GPUs."""
+    if "multi_gpu" not in results:
+        return missing("multi_gpu")
+    found = results["multi_gpu"]
+    return f"{multi_gpu_tables.text(found, table, number)}\n\n{provenance(found)}"
 
 
 def chaos_sections(results: Results) -> dict[str, str]:
@@ -347,12 +333,16 @@ def splice(text: str, begin: str, end: str, body: str) -> str:
 
 
 def pages(results: Results, root: Path = ROOT) -> dict[Path, str]:
-    """What each page should hold."""
+    """What each page, and each picture that comes with it, should hold."""
     readme, docs, model = root / "README.md", root / "docs" / "benchmarks.md", root / "docs" / "failure-model.md"
+    several, images = root / "docs" / "several-gpus.md", root / "docs" / "images"
+    drawn = multi_gpu_charts.pictures(results["multi_gpu"]) if "multi_gpu" in results else {}
     return {
         readme: splice(readme.read_text(), "<!-- figures -->", "<!-- /figures -->", readme_figures(results)),
         docs: fill(docs, sections(results)),
         model: fill(model, chaos_sections(results)),
+        several: fill(several, {"multi-gpu": multi_gpu_text(results)}),
+        **{images / name: text for name, text in drawn.items()},
     }
 
 
@@ -371,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     options = parser.parse_args()
-    stale = [(path, text) for path, text in pages(load()).items() if path.read_text() != text]
+    stale = [(path, text) for path, text in pages(load()).items() if not path.exists() or path.read_text() != text]
     for path, text in stale:
         print(("stale: " if options.check else "wrote ") + str(path.relative_to(ROOT)))
         if not options.check:

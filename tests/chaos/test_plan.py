@@ -7,6 +7,7 @@ import pytest
 from relay.chaos.kinds import KINDS, MOMENTS
 from relay.chaos.plan import Ground, choose_kinds, draw_plan
 from relay.chaos.requests import draw_requests
+from relay.chaos.settings import ChaosSettings
 from relay.chaos.shapes import Shape, parse_shape
 from relay.errors import UsageError
 
@@ -26,7 +27,7 @@ def test_shapes_that_are_none(text):
 
 
 def test_a_plan_is_its_seeds_and_has_every_kind():
-    shape = Ground(Shape(1, 2), gateways=2, netns=True)
+    shape = Ground(Shape(1, 2), gateways=2, netns=True, holders=True)
     plan = draw_plan(7, shape, 60, [])
     assert plan == draw_plan(7, shape, 60, [])
     assert plan != draw_plan(8, shape, 60, [])
@@ -87,3 +88,17 @@ def test_requests_are_their_seeds_and_cover_the_parameters():
     assert lengths[-1] > 200
     starts = Counter(prompt[:100] for prompt in prompts if len(prompt) > 200)
     assert max(starts.values()) > 10  # shared prefixes
+
+
+def test_what_a_transport_and_devices_leave_to_strike():
+    settings = ChaosSettings(1, 1, (1,), (Shape(1, 2),), transport="shm", devices=("cuda:0",))
+    ground = settings.ground(Shape(1, 2))
+    assert "kill_holder" in choose_kinds([], ground)
+    assert not any(KINDS[name].target == "kv" for name in choose_kinds([], ground))
+    with pytest.raises(UsageError, match="cut_kv needs a --transport that can be TCP"):
+        choose_kinds(["cut_kv"], ground)
+    apart = ChaosSettings(1, 1, (1,), (Shape(1, 1),), transport="ipc", devices=("cuda:0", "cuda:1")).ground(Shape(1, 1))
+    assert "cut_kv" in choose_kinds([], apart)
+    assert "kill_holder" not in choose_kinds([], apart)
+    with pytest.raises(UsageError, match="kill_holder needs --backend cuda and several workers on a GPU"):
+        choose_kinds(["kill_holder"], apart)

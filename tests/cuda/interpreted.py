@@ -28,7 +28,7 @@ from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
-from relay.kernels.cuda.linear_int8 import Int8Tile, linear_int8, pack_codes, quantize
+from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, unpack_codes
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.rope import rope_write_kv
@@ -160,12 +160,13 @@ def check_int8() -> None:
         linear(x, codes.to(dtype), sums, LinearTile(16, 16, 16))
         want = quantized.scaled(sums.numpy(), want_scales)
         assert np.abs(want - x.float().numpy() @ w.float().numpy().T).max() < 0.5
-        for tile in (Int8Tile(16, 32), Int8Tile(16, 16), Int8Tile(32, 64)):
-            y = torch.full((5, 40), float("nan"))
-            linear_int8(x, pack_codes(codes), scales, y, tile)
-            assert np.array_equal(y.numpy(), want), tile
+        packed = pack_codes(codes)
+        assert torch.equal(unpack_codes(packed)[:40, :208], codes)
+        y = torch.full((5, 40), float("nan"))
+        linear_int8(x, packed, scales, y)
+        assert np.array_equal(y.numpy(), want)
         alone = torch.zeros(1, 40)
-        linear_int8(x[3:4], pack_codes(codes), scales, alone, Int8Tile(16, 16))
+        linear_int8(x[3:4], packed, scales, alone)
         assert np.array_equal(alone.numpy()[0], want[3])
 
 
@@ -296,7 +297,7 @@ def check_kv_copy() -> None:
     sizes = [one.layers * 2 * one.count * 24 * 2 for one in ranges]
     offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1]]
     flat = torch.zeros(offsets[2] + sizes[2], dtype=torch.uint8)
-    plan = Plan(ranges, offsets, 16)
+    plan = Plan(ranges, offsets, 16, 3)
     sums = move(kv, flat, plan, torch.from_numpy(plan.words.copy()), store=False)
     for one, offset, size, total in zip(ranges, offsets, sizes, sums.tolist(), strict=True):
         rows = kv[one.layer : one.layer + one.layers, :, torch.from_numpy(one.block_table).long()]
@@ -308,7 +309,7 @@ def check_kv_copy() -> None:
     other = torch.full_like(kv, float("nan"))
     moved = [replace(one, block_table=np.array([0, 2, 3], np.int32)[: len(one.block_table)]) for one in ranges]
     moved[1] = ranges[1]
-    plan = Plan(moved, offsets, 16)
+    plan = Plan(moved, offsets, 16, 3)
     again = move(other, flat, plan, torch.from_numpy(plan.words.copy()), store=True)
     assert torch.equal(again, sums)
     back = torch.zeros_like(flat)
@@ -316,6 +317,38 @@ def check_kv_copy() -> None:
     assert torch.equal(back, flat)
     written = sum(one.layers * 2 * one.count * 24 for one in ranges)
     assert int(torch.isfinite(other.float()).sum()) == written, "written outside of the blocks"
+    check_kv_parts(kv, table)
+
+
+def check_kv_parts(kv: torch.Tensor, table: np.ndarray) -> None:
+    """The same frames when some of the heads lie in another cache, and frames with some of them: each cache is a launch."""
+    caches = [(0, kv[:, :, :, :1].contiguous()), (1, kv[:, :, :, 1:].contiguous())]
+    other = [(first, torch.full_like(part, float("nan"))) for first, part in caches]
+    whole = KvRange(1, 2, 11, 21, table, (0, 3))
+    for heads in ((0, 3), (1, 2), (2, 1), (0, 1), (0, 2)):
+        one = replace(whole, heads=heads)
+        rows = kv[1:3, :, torch.from_numpy(table).long(), heads[0] : sum(heads)]
+        want = rows.transpose(3, 4).reshape(2, 2, -1, heads[1] * 8)[:, :, 11:32].contiguous().view(torch.uint8).view(-1)
+        flat = torch.zeros(64 + want.numel(), dtype=torch.uint8)
+        for places, store in ((caches, False), (other, True)):
+            total = 0
+            for first, part in places:
+                if max(first, heads[0]) < min(first + part.shape[3], sum(heads)):
+                    plan = Plan([one], [64], 16, part.shape[3], first)
+                    total += move(part, flat, plan, torch.from_numpy(plan.words.copy()), store=store).item()
+            assert total % 2**64 == payload_sum(want.numpy().tobytes())
+            assert torch.equal(flat[64:], want)
+            assert not flat[:64].any(), "written outside of the frame"
+        for (first, part), (_, original) in zip(other, caches, strict=True):
+            low, high = max(first, heads[0]) - first, min(first + part.shape[3], sum(heads)) - first
+            moved = part[:, :, :, max(0, low) : max(0, high)]
+            finite = torch.isfinite(part.float())
+            assert int(finite.sum()) == 2 * 2 * 21 * 8 * max(0, high - low), "written outside of these heads"
+            assert torch.equal(
+                moved[torch.isfinite(moved.float())],
+                original[:, :, :, max(0, low) : max(0, high)][torch.isfinite(moved.float())],
+            )
+            part.fill_(float("nan"))
 
 
 def check_program() -> None:
@@ -469,6 +502,9 @@ class _OneProcess:
     areas: ClassVar[list[_Area]] = []
 
     def __init__(self, device: str) -> None: ...
+
+    def total_bytes(self) -> int:
+        return 1 << 20
 
     def allocate(self, size: int) -> _Area:
         self.areas.append(_Area(torch.zeros(size, dtype=torch.uint8)))

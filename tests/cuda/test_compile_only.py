@@ -12,6 +12,7 @@ from relay.kernels.cuda import (
     attention_decode,
     attention_hopper,
     attention_prefill,
+    int8_few,
     linear_choice,
     linear_int8,
     logprobs,
@@ -19,7 +20,9 @@ from relay.kernels.cuda import (
     sampler_limits,
     sampler_wide,
 )
+from relay.kernels.cuda.int8_few import FewTile
 from relay.kernels.cuda.linear import LinearTile, linear_kernel
+from relay.kernels.cuda.linear_int8 import Int8Tile
 from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
 
 LINEAR = {"x": "*bf16", "w": "*bf16", "w_pointer": "*bf16", "y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
@@ -76,19 +79,56 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
 
 
-@pytest.mark.parametrize("rows", [16, 64, 65])
-@pytest.mark.parametrize("capability", [80, 89, 90, 120])
-def test_int8_linear(capability: int, rows: int) -> None:
-    tile = linear_int8.tile_for(rows, 28672)
-    types = {**LINEAR, "w": "*i16", "scales": "*fp32"}
-    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "EVEN": True}
+def compile_int8(tile: Int8Tile | FewTile, capability: int, dtype: str, even: bool = True) -> Compiled:
+    types = {**LINEAR, "x": f"*{dtype}", "y": f"*{dtype}", "w": "*i32", "scales": "*fp32"}
+    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "EVEN": even}
     constants |= {"STAGES": tile.stages, "PDL": capability >= 90}
     kernel = linear_int8.linear_int8_kernel
-    made = compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
+    if isinstance(tile, FewTile):
+        constants |= {"CHUNK": tile.chunk, "WGMMA": tile.wgmma, "EARLY": tile.early}
+        kernel = int8_few.few_kernel
+        if tile.tma:
+            kernel = int8_few.few_tma_kernel
+            del constants["EVEN"]
+            x_layout, w_layout = int8_few.layouts()
+            types["x"] = f"tensordesc<{dtype}[{tile.tokens}, {tile.depth}],{x_layout!r}>"
+            types["w"] = f"tensordesc<i32[{tile.outputs // 16}, {tile.depth // 32}, 128],{w_layout!r}>"
+    return compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
+
+
+FEW = [
+    FewTile(8, 32),
+    FewTile(16, 64, stages=4, warps=4, wgmma=True),
+    FewTile(8, 32, tma=True),
+    FewTile(16, 64, stages=4, warps=4, tma=True, wgmma=True),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("tile", [*FEW, Int8Tile(128, 128, warps=8)], ids=str)
+def test_int8_linear_on_hopper(tile: Int8Tile | FewTile, dtype: str) -> None:
+    made = compile_int8(tile, 90, dtype)
+    check_int8(made, 90)
+    wide = isinstance(tile, Int8Tile) or tile.wgmma
+    assert made.counts.get("HGMMA" if wide else "HMMA", 0) == tile.depth // 16 * (1 if wide else tile.tokens // 8)
+    assert "ld.shared.v4" in made.ptx
+    assert "st.shared" not in made.ptx, "codes change threads on their way"
+
+
+@pytest.mark.parametrize("capability", [80, 89, 120])
+@pytest.mark.parametrize(("rows", "even"), [(1, True), (16, False), (64, True)])
+def test_int8_linear_elsewhere(rows: int, even: bool, capability: int) -> None:
+    made = compile_int8(linear_int8.tile_elsewhere(rows), capability, "bf16", even)
+    check_int8(made, capability)
+    assert "st.shared" not in made.ptx
+
+
+def check_int8(made: Compiled, capability: int) -> None:
     assert made.spills == 0
     assert made.shared <= SHARED_LIMIT[capability]
     assert made.counts.get("HMMA", 0) + made.counts.get("HGMMA", 0) > 0
     assert made.operand_widths <= {2}
+    assert made.counts.get("I2F", 0) == 0
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -140,7 +141,7 @@ def test_the_holder_loads_what_its_spec_says(quantization: Literal["", "int8"]) 
         worker="decode-0", incarnation=1, gateways=[], pack_path="p", device="cpu", kv_cache_dtype="float16",
         quantization=quantization,
     )  # fmt: skip
-    pack = mock.Mock(digest="", config=None, matrix=ProbeWeights().matrix, vector=ProbeWeights().vector)
+    pack = SimpleNamespace(digest="", config=None, matrix=ProbeWeights().matrix, vector=ProbeWeights().vector)
     with (
         mock.patch("relay.models.pack.Pack", return_value=pack),
         mock.patch("relay.models.llama.build_program", return_value=probe_program()),

@@ -102,7 +102,7 @@ def test_flipped_bits_are_found_at_opening_or_by_verify(path: Path) -> None:
 
 def test_other_versions_and_other_files_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_module, "VERSION", 99)
-    with pytest.raises(CorruptModelError, match="pack version 1, this Relay reads version 99"):
+    with pytest.raises(CorruptModelError, match="pack version 1, this Relay reads versions 99 and 2"):
         Pack(path)
     path.write_bytes(b"x" * 10000)
     with pytest.raises(CorruptModelError, match="not a pack file"):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,47 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     assert "header is not JSON" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [],
+        {"dtype": None},
+        {"dtype": ["F32"]},
+        {"data_offsets": [0.0, 256.0]},
+        {"data_offsets": ["0", "256"]},
+        {"data_offsets": [False, 256]},
+        {"data_offsets": [256, 0]},
+        {"data_offsets": [-256, 0]},
+        {"data_offsets": [0]},
+        {"shape": [64.0]},
+        {"shape": [-64]},
+        {"shape": "64"},
+        {"shape": None},
+    ],
+)
+def test_damaged_header_entries(entry: Any, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", config_json())
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    header["model.norm.weight"] = {**header["model.norm.weight"], **entry} if entry else entry
+    raw = json.dumps(header).encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + whole[end:])
+    assert refusal(folder) == f"{file}: tensor model.norm.weight has a damaged header entry"
+
+
+def test_a_header_too_deep_and_texts_that_are_not_utf8(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", config_json())
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_bytes(b"\xff")
+        assert f"{name}: not UTF-8" in refusal(folder)
+        (folder / name).unlink()
+    raw = b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert "the header is not JSON (maximum recursion" in refusal(folder)
+
+
 def test_unserved_dtype(tmp_path: Path) -> None:
     odd = {**tensors(), "model.norm.weight": np.ones(64, np.float64)}
     folder = write_folder(tmp_path / "m", config_json(), tensors=odd)
@@ -103,7 +145,13 @@ def test_unserved_dtype(tmp_path: Path) -> None:
         ("{}", "weight_map is missing"),
         ("[", "not JSON"),
         ('{"weight_map": {"a": "../evil.safetensors"}}', "outside the folder"),
+        ('{"weight_map": {"a": ".."}}', "outside the folder"),
         ('{"weight_map": {"a": "none.safetensors"}}', "none.safetensors: cannot be read"),
+        ('{"weight_map": {"a": "x", "b": 5}}', "the shard of b is no file name: 5"),
+        ('{"weight_map": {"a": ["x"]}}', "the shard of a is no file name: ['x']"),
+        ('{"weight_map": {"a": ""}}', "the shard of a is no file name: ''"),
+        ('{"weight_map": {"a": "a\\u0000b"}}', "the shard of a is no file name: 'a\\x00b'"),
+        ("[" * 100_000, "not JSON (maximum recursion"),
     ],
 )
 def test_damaged_index(index: str, text: str, tmp_path: Path) -> None:

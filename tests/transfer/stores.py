@@ -17,15 +17,17 @@ class ArrayStore:
         if seed is not None:
             self.blocks[:] = np.random.default_rng(seed).standard_normal(shape, np.float32)
 
-    def read_kv(self, layer, block_table, first, count, out):
+    def read_kv(self, layer, block_table, first, count, out, heads=(0, LAYOUT.num_kv_heads)):
         positions = np.arange(first, first + count)
-        rows = self.blocks[layer, block_table[positions // BLOCK], :, positions % BLOCK]  # [count, 2, head, dim]
+        mine = self.blocks[..., heads[0] : sum(heads), :]
+        rows = mine[layer, block_table[positions // BLOCK], :, positions % BLOCK]  # [count, 2, head, dim]
         out[:] = rows.transpose(1, 0, 2, 3).tobytes()
 
-    def write_kv(self, layer, block_table, first, count, data):
+    def write_kv(self, layer, block_table, first, count, data, heads=(0, LAYOUT.num_kv_heads)):
         positions = np.arange(first, first + count)
-        rows = np.frombuffer(data, np.float32).reshape(2, count, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-        self.blocks[layer, block_table[positions // BLOCK], :, positions % BLOCK] = rows.transpose(1, 0, 2, 3)
+        rows = np.frombuffer(data, np.float32).reshape(2, count, heads[1], LAYOUT.head_dim)
+        mine = self.blocks[..., heads[0] : sum(heads), :]
+        mine[layer, block_table[positions // BLOCK], :, positions % BLOCK] = rows.transpose(1, 0, 2, 3)
 
     def tokens(self, block_table, count):
         """Everything of positions 0..count-1: [layer, count, 2, head, dim]."""

@@ -73,6 +73,8 @@ class FakeStream(ArrayStore):
         self.stage_depth = depth
         self.delay_s = delay_s
         self.pinned = []
+        self.allocated = []
+        self.places = []
         self.log = []
         self.together = []  # frames of each collect
         self.most_under_way = 0
@@ -88,10 +90,17 @@ class FakeStream(ArrayStore):
     def unregister(self, region):
         self.pinned.remove(region)
 
+    def allocate(self, size):
+        one = bytearray(size)
+        self.allocated.append(one)
+        return memoryview(one)
+
     def stage(self, one, out):
+        self.places.append(out.obj if isinstance(out, memoryview) else None)
+
         def work():
             target = bytes_of(out)
-            read_frame_kv(self, header_of(one, len(target)), one.block_table, target)
+            read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
             return [payload_digest(target)]
 
         return self._enqueue("stage", work)
@@ -100,7 +109,7 @@ class FakeStream(ArrayStore):
         def work():
             for one, place in frames:
                 data = bytes_of(place)
-                write_frame_kv(self, header_of(one, len(data)), one.block_table, data)
+                write_frame_kv(self, header_of(one, len(data)), one.block_table, data, one.heads)
             return [payload_digest(bytes_of(place)) for _, place in frames]
 
         self.together.append(len(frames))
@@ -140,8 +149,9 @@ JOINED = TransferLimits(512, 4096, 16384, probe_ns=200_000_000, join_bytes=2048)
 
 
 class DevicePair:
-    def __init__(self, scheme, depth, limits=SMALL):
+    def __init__(self, scheme, depth, limits=SMALL, parts=()):
         self.stores = FakeStream(depth, seed=1), FakeStream(depth)
+        self.stores[0].kv_parts = parts
         self.source = Node("p", scheme, store=self.stores[0], limits=limits)
         self.target = Node("d", scheme, store=self.stores[1], limits=limits)
 
@@ -161,9 +171,9 @@ def scheme(request):
     return request.param
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_byte_arrives_through_streams(scheme, depth):
-    pair = DevicePair(scheme, depth)
+@pytest.mark.parametrize(("depth", "parts"), [(1, ()), (2, ()), (3, ()), (3, ((0, 1), (1, 1)))])
+def test_every_byte_arrives_through_streams(scheme, depth, parts):
+    pair = DevicePair(scheme, depth, parts=parts)
     try:
         pair.start()
         announce(pair.source)
@@ -244,6 +254,21 @@ class Lying:
 
     def wait(self):
         return [digest ^ 1 for digest in self.copy.wait()]
+
+
+def test_frames_over_tcp_lie_in_memory_of_the_device_s_choice():
+    pair = DevicePair("tcp", 2)
+    try:
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+        source, target = pair.stores
+        assert source.places
+        assert all(any(place is one for one in source.allocated) for place in source.places)
+        assert target.allocated
+    finally:
+        pair.close()
 
 
 def test_the_ring_is_pinned_at_both_ends_while_it_lives():

@@ -45,10 +45,13 @@ class HostileTransfer:
         self.first = self.random.choice([0, 0, 0, 7, 16, 39, 40])
         self.faults = self.random.sample(FAULTS, self.random.randint(0, 3))
         limits = self.random.choice([LIMITS, JOINED])
+        parts = self.random.choice([(), ((0, 1), (1, 1))])
         self.network = Network(crc32c)
         self.source_store, self.target_store = ArrayStore(seed=3), ArrayStore()
         self.events = {"p": [], "d": []}
-        self.source = InprocTransport(self.network, identity("p"), self.source_store, self.events["p"].append, limits)
+        self.source = InprocTransport(
+            self.network, identity("p"), self.source_store, self.events["p"].append, limits, parts
+        )
         self.target = InprocTransport(self.network, identity("d"), self.target_store, self.events["d"].append, limits)
         self.target.open_receive(ReceiveOrder(1, 2, "p", 1, self.first, TOKENS, TARGET_TABLE))
         self.source.open_send(SendOrder(1, 2, "d", 1, ("inproc://d",), self.first, TOKENS))
@@ -269,6 +272,11 @@ def joined(limits, announced):
         (1024, 4096, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
         (2048, 4096, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),  # the last layer waits for none
         (4096, 4096, [[], [], [(0, 3, 0, 16)]]),
+        (
+            2048,
+            8192,
+            [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]],
+        ),  # not more than asked for: the first would wait for the last
         (2048, 2048, [[], [(0, 2, 0, 16)], [(2, 1, 0, 16)]]),
         (1024, 1024, [[(0, 1, 0, 16)], [(1, 1, 0, 16)], [(2, 1, 0, 16)]]),
     ],
@@ -292,7 +300,21 @@ def test_layers_that_are_not_alike_do_not_join():
     for layer in range(3):
         machine.written(layer, 0, TOKENS)
     frame = machine.next_frame().header
-    assert (frame.layer, frame.layers, frame.first_token, frame.token_count) == (0, 3, 16, 24)
+    assert (frame.layer, frame.layers, frame.first_token, frame.token_count) == (0, 2, 16, 24)
+
+
+def test_once_all_is_computed_a_frame_takes_what_it_can_carry():
+    limits = TransferLimits(256, 8192, 16384, join_bytes=1024)
+    for most, expected in ((None, [(0, 3)]), (5120, [(0, 2), (2, 1)]), (1024, [(0, 1), (1, 1), (2, 1)])):
+        machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, limits, 0)
+        machine.link_opened(0, most)
+        machine.next_frame()  # the probe
+        for layer in range(3):
+            machine.written(layer, 0, TOKENS)
+        machine.hand_off(HANDOFF, 0)
+        frames = [machine.next_frame().header for _ in expected]
+        assert [(frame.layer, frame.layers) for frame in frames] == expected, most
+        assert all(frame.payload_bytes <= (most or 8192) for frame in frames)
 
 
 def test_a_hole_in_what_p_announces_ends_the_transfer():
@@ -331,7 +353,10 @@ def test_frames_that_do_not_belong(over):
         {"layers": 1 << 16, "payload_bytes": size << 16},
         {"layers": 2},
         {"first_head": 1},
-        {"head_count": 1},
+        {"head_count": 1},  # with the bytes of two
+        {"head_count": 0, "payload_bytes": 0},
+        {"first_head": 2, "head_count": 0, "payload_bytes": 0},
+        {"head_count": LAYOUT.num_kv_heads + 1, "payload_bytes": size // 2 * 3},
         {"first_token": TOKENS},
         {"token_count": 0},
         {"token_count": TOKENS + 1},
@@ -342,7 +367,7 @@ def test_frames_that_do_not_belong(over):
         assert machine.reason.startswith("malformed KV frame")
 
 
-@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 25, 1 << 30)])
+@pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 29, 1 << 31)])
 def test_limits_that_could_stall_are_refused(limits):
     with pytest.raises(ValueError, match="bytes"):
         TransferLimits(*limits)

@@ -111,3 +111,18 @@ def test_a_user_notices_the_end_of_its_holder():
 def test_without_a_holder_there_is_nothing():
     with pytest.raises(NotShared, match="no process holds them"):
         fetch(f"relay-test-{secrets.token_hex(8)}", connect_s=0.1)
+
+
+def test_a_holder_does_not_outlive_its_launcher():
+    """One that came too late ends at once; the kernel ends any other with the thread that started it."""
+    spec = '{"worker": "d", "incarnation": 1, "gateways": [], "pack_path": "none", "weights_socket": "%s"}'
+    command = [sys.executable, "-m", "relay.worker.weights_process", "--spec", spec % secrets.token_hex(8)]
+    late = subprocess.run(
+        [*command, "--launcher", str(os.getppid())],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        timeout=30,
+    )
+    assert late.returncode == 7
+    assert late.stderr == "the launcher ended before the holder of its weights started\n"

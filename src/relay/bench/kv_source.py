@@ -188,7 +188,7 @@ class Source:
                 transport.layer_written(transfer, layer, row.first, row.count, row.block_table)
                 pending[layer] += row.count
                 if pending[layer] * token_bytes >= limits.min_frame_bytes or row.first + row.count == last:
-                    count = -(-pending[layer] // frame_tokens(limits, token_bytes))
+                    count = -(-pending[layer] // frame_tokens(limits.max_frame_bytes, token_bytes))
                     pending[layer] = 0
                     frames += count
                     for _ in range(count):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relay.kernels.backend import Backend, Batch, LayerSink
+from relay.kernels.kv_frames import Heads
 from relay.kernels.program import Program, SelectRows
 
 
@@ -30,21 +31,31 @@ class StampedStore:
             if not hasattr(backend, name):
                 raise TypeError(f"{type(backend).__name__} has no {name}")
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self.read_kv_crc(layer, block_table, first, count, out)
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
+        self.read_kv_crc(layer, block_table, first, count, out, heads)
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self.write_kv_crc(layer, block_table, first, count, data)
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
+        self.write_kv_crc(layer, block_table, first, count, data, heads)
 
-    def read_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> int:
+    def read_kv_crc(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> int:
         start_ns = time.monotonic_ns()
-        checksum: int = self._backend.read_kv_crc(layer, block_table, first, count, out)  # type: ignore[attr-defined]
+        move = self._backend.read_kv_crc  # type: ignore[attr-defined]
+        checksum: int = move(layer, block_table, first, count, out, heads)
         self.reads.append(Copy(layer, first, start_ns, time.monotonic_ns()))
         return checksum
 
-    def write_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> int:
+    def write_kv_crc(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> int:
         start_ns = time.monotonic_ns()
-        checksum: int = self._backend.write_kv_crc(layer, block_table, first, count, data)  # type: ignore[attr-defined]
+        move = self._backend.write_kv_crc  # type: ignore[attr-defined]
+        checksum: int = move(layer, block_table, first, count, data, heads)
         self.writes.append(Copy(layer, first, start_ns, time.monotonic_ns()))
         return checksum
 

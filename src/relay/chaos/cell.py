@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from relay.chaos import leaks
 from relay.chaos.client import Outcome, Progress, ask, order
 from relay.chaos.faults import Injector
 from relay.chaos.gateways import Gateways
+from relay.chaos.holders import holders
 from relay.chaos.kinds import KINDS
-from relay.chaos.plan import Ground, draw_plan
+from relay.chaos.plan import draw_plan
 from relay.chaos.proxy import Life, Proxy
 from relay.chaos.requests import POISON_ID, ChatOrCompletion, poison_requests
 from relay.chaos.resume import Resumes
@@ -24,10 +26,14 @@ from relay.chaos.traces import play_again
 from relay.chaos.watch import Watch
 
 QUIET_S = 30.0
+STARTS = (
+    4  # or so many times what the cluster's start took: on a GPU that is long, and the last fault may be a second one
+)
 EXIT_S = 5.0
 LENT_FAULTS = 2
 MAX_CRASHES = 3  # engines that one poison request may take with it, from each gateway that it is sent to
-SHM_SHARE = 1 / 3
+PAST_PROXY = {"auto": 1 / 3, "ipc": 2 / 3, "tcp": 0.0}  # share of lives whose KV goes unseen; all, of other transports
+SENT = "kv_transfers_sent_"  # and the scheme: a counter of workers
 SETTLE_S = 5.0  # in which a gateway that was struck has all its workers again
 
 
@@ -59,9 +65,11 @@ class Cell:
         self._injector = Injector(self._proxy, self._gateways, self._resumes, say, self._order)
         self._watch.on_seen = self._injector.seen
         self._injector.starved = self._starved
+        self._injector.holders = lambda: holders(self._server.pid) if self._server else []
         self._server: Server | None = None
         self._trace = settings.trace / f"{shape.name}-seed-{seed}" if settings.trace else None
-        self._started = self._running_now = 0
+        self._started = self._running_now = self._num_holders = 0
+        self._patience_s = QUIET_S
         self._noting: set[asyncio.Future[None]] = set()
         self._moved = asyncio.Event()  # a request has begun or ended, or a fault was done
         self._result = CellResult(shape.name, seed, len(requests))
@@ -90,8 +98,13 @@ class Cell:
         )
         self._server = server
         try:
+            starting_s = time.monotonic()
             await server.start()
             await self._all_ready()
+            self._patience_s = max(QUIET_S, STARTS * (time.monotonic() - starting_s))
+            self._injector.patience_s = self._patience_s
+            self._num_holders = len(holders(server.pid))
+            self._say(f"{self._shape.name} seed {self._seed}: ready in {time.monotonic() - starting_s:.1f} s")
             before = leaks.descriptors(server.pid)
             await self._load(server)
             await asyncio.gather(*self._noting)
@@ -122,8 +135,9 @@ class Cell:
 
     async def _load(self, server: Server) -> None:
         """All requests and all faults, each at its share of the other."""
-        ground = Ground(self._shape, self._settings.gateways, self._settings.netns)
-        plan = draw_plan(self._seed, ground, self._settings.faults, list(self._settings.kinds))
+        plan = draw_plan(
+            self._seed, self._settings.ground(self._shape), self._settings.faults, list(self._settings.kinds)
+        )
         injecting = asyncio.ensure_future(self._injector.run(plan, self._turn))
         gate = asyncio.Semaphore(self._settings.concurrency)
         asking = [asyncio.ensure_future(self._ask(server, index, gate)) for index in range(len(self._requests))]
@@ -149,9 +163,18 @@ class Cell:
         for harm in self._resumes.finished:
             result.resume_ms.setdefault(harm.kind, []).append(round((harm.resumed_s - harm.at_s) * 1e3, 2))
             result.resumed_tokens.append(harm.num_tokens)
+        result.kv_transfers = dict(sorted(self._kv_transfers().items()))
         result.disagreements = await server.metric("relay_token_disagreements_total")
         if result.disagreements:
             result.problems.append(f"{result.disagreements} tokens that two workers reported differently")
+
+    def _kv_transfers(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for life in self._proxy.all_lives():
+            for name, count in life.counters.items():
+                if name.startswith(SENT):
+                    found[name.removeprefix(SENT)] += int(count)
+        return found
 
     def _perturbations(self) -> list[str]:
         flags = ["--perturb", f"{self._shape.last}={self._settings.inject}"] if self._settings.inject else []
@@ -248,8 +271,8 @@ class Cell:
                 result.problems.append(f"{request.name} differs: {difference(calm, outcome)}")
 
     async def _check_quiet(self, server: Server, before: list[str]) -> None:
-        """Everything is given back within ``QUIET_S``: blocks, sequences, descriptors, processes."""
-        deadline = time.monotonic() + QUIET_S
+        """Everything is given back while we are patient: blocks, sequences, descriptors, processes."""
+        deadline = time.monotonic() + self._patience_s
         while (left := await self._unquiet(server, before)) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         self._leak(left)
@@ -262,7 +285,7 @@ class Cell:
         now = leaks.descriptors(server.pid)
         if len(now) != len(before):
             left.append(f"relay serve has {len(now)} descriptors open instead of {len(before)}")
-        processes, due = len(leaks.descendants(server.pid)), 2 * self._shape.size
+        processes, due = len(leaks.descendants(server.pid)), 2 * self._shape.size + self._num_holders
         if self._settings.gateways > 1:
             due += self._settings.gateways  # below their supervisor
         if processes != due:
@@ -295,8 +318,9 @@ class Cell:
         self._result.problems += [f"leak: {line}" for line in lines]
 
     def _by_shared_memory(self, life: Life) -> bool:
-        """A third of all lives get their KV as they would without a proxy."""
-        return random.Random(f"shm {self._seed} {life.worker} {life.incarnation}").random() < SHM_SHARE
+        """Some lives get their KV as they would without a proxy, which only carries TCP."""
+        share = PAST_PROXY.get(self._settings.transport, 1.0)
+        return random.Random(f"shm {self._seed} {life.worker} {life.incarnation}").random() < share
 
     def _life_ended(self, life: Life) -> None:
         """A gateway has given it up; if one was struck of late, that may be why its connection ended."""

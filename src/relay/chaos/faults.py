@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from relay.chaos.gateways import GatewayLife, Gateways
+from relay.chaos.holders import strike
 from relay.chaos.kinds import KINDS, Kind
 from relay.chaos.packets import Flow, Packets
 from relay.chaos.pipe import Injury, Pipe
@@ -22,7 +23,6 @@ from relay.ids import epoch_of
 MOMENT_PATIENCE_S = 3.0
 BUSY_PATIENCE_S = 2.0
 KV_PATIENCE_S = 8.0
-VICTIM_PATIENCE_S = 30.0
 POLL_S = 0.01
 GATEWAY_POLL_S = 0.1
 ORDER_TAKEN = 202
@@ -60,6 +60,8 @@ class Injector:
         self.problems: list[str] = []
         self.progress = asyncio.Event()  # set after every fault, and when requests are needed for the next
         self.hungry = False  # waits for requests to do something
+        self.patience_s = 30.0  # with a worker that starts; longer where a start takes longer
+        self.holders: Callable[[], list[int]] = list  # processes that hold weights for several workers
         self.starved: Callable[[], bool] = lambda: False  # no request runs or may begin: nothing is left to wait for
 
     def seen(self, seen: Seen) -> None:
@@ -83,6 +85,9 @@ class Injector:
         if kind.target == "gateway":
             await self._on_gateway(fault, kind)
             return
+        if kind.target == "holder":
+            await self._on_holder(fault, kind)
+            return
         if kind.target == "kv":
             if await self._on_kv(fault, kind):
                 return
@@ -98,12 +103,29 @@ class Injector:
             return
         life = await self._victim(fault)
         if life is None:
-            lives = ", ".join(str(life) for life in self._proxy.lives.values())
-            self.problems.append(f"{fault.kind}: no {fault.role} was ready within {VICTIM_PATIENCE_S:.0f} s: {lives}")
+            self._nobody(fault)
             return
         pending = self._strike_now(fault, kind, life)
         if pending is not None:
             await pending
+
+    def _nobody(self, fault: Fault) -> None:
+        lives = ", ".join(str(life) for life in self._proxy.lives.values())
+        self.problems.append(f"{fault.kind}: no {fault.role} was ready within {self.patience_s:.0f} s: {lives}")
+
+    async def _on_holder(self, fault: Fault, kind: Kind) -> None:
+        """A GPU's worker goes with the process that holds its weights, and so do all others there."""
+        life = await self._victim(fault)
+        pids = self.holders()
+        if life is None or not pids:
+            self._nobody(fault)
+            return
+        for one in [one for one in self._proxy.lives.values() if one.ready]:
+            self._record(fault.kind, one)
+            one.hurt = True
+        self.by_kind[fault.kind] += 1
+        number = SIGNALS[kind.deed]
+        self.signals[number.name] += strike(pids[fault.aim % len(pids)], number)
 
     async def _leave(self, fault: Fault, kind: Kind) -> bool:
         """Order a worker, or one after another, to be restarted; False when the server can't now."""
@@ -151,11 +173,11 @@ class Injector:
     async def _on_gateway(self, fault: Fault, kind: Kind) -> None:
         """One that a choice at the fault's moment (or any, if it has none) came from; else whichever, one with work first."""
         watch, gateways = self._proxy.watch, self._gateways
-        deadline = time.monotonic() + VICTIM_PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         await gateways.refresh()
         while not gateways.unhurt():
             if time.monotonic() > deadline:
-                self.problems.append(f"{fault.kind}: no gateway was there within {VICTIM_PATIENCE_S:.0f} s")
+                self.problems.append(f"{fault.kind}: no gateway was there within {self.patience_s:.0f} s")
                 return
             await asyncio.sleep(GATEWAY_POLL_S)
             await gateways.refresh()
@@ -202,7 +224,7 @@ class Injector:
         """A ready worker of the fault's role that nothing was done to yet, one with work where there is one."""
         began_s = time.monotonic()
         try:
-            while (waited_s := time.monotonic() - began_s) < VICTIM_PATIENCE_S:
+            while (waited_s := time.monotonic() - began_s) < self.patience_s:
                 ready = [
                     life
                     for life in self._proxy.lives.values()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Target = Literal["engine", "agent", "both", "role", "control", "kv", "gateway"]
+Target = Literal["engine", "agent", "both", "role", "control", "kv", "gateway", "holder"]
 Deed = Literal[
     "kill",
     "terminate",
@@ -29,7 +29,8 @@ PACKET_DEEDS: tuple[Deed, ...] = ("partition", "half_partition", "loss")
 @dataclass(frozen=True, slots=True)
 class Kind:
     """``leave`` and ``roll`` are an operator's orders. ``target``: processes of one worker, every engine of one role, a control
-    connection, a KV connection between workers, or one of several gateways."""
+    connection, a KV connection between workers, one of several gateways, or the process that holds a GPU's weights for several
+    workers."""
 
     deed: Deed
     target: Target
@@ -72,6 +73,7 @@ KINDS: dict[str, Kind] = {
     "corrupt_kv": Kind("corrupt", "kv", 1),
     "half_close_kv": Kind("half_close", "kv", 1),
     "one_way_kv": Kind("one_way", "kv", 1),
+    "kill_holder": Kind("kill", "holder", 2),
     "kill_gateway": Kind("kill", "gateway", 4),
     "stop_gateway": Kind("stop", "gateway", 2),
     "partition_control": Kind("partition", "control", 2),

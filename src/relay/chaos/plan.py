@@ -32,17 +32,24 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What there is to strike: the workers, the gateways, and whether packets can be lost."""
+    """What there is to strike: the workers, the gateways, whether packets can be lost, whether processes hold weights for
+    several workers, and whether any KV goes through the proxy."""
 
     shape: Shape
     gateways: int = 1
     netns: bool = False
+    holders: bool = False
+    kv_seen: bool = True
 
     def has(self, kind: Kind) -> bool:
         """Several gateways: the loss of an only one ends everything. KV connections: between prefill and decode workers."""
-        if kind.target == "gateway" and self.gateways == 1:
+        if kind.target == "gateway":
+            return self.gateways > 1
+        if kind.target == "holder":
+            return self.holders
+        if kind.target == "kv" and not (self.shape.prefill and self.kv_seen):
             return False
-        return (self.netns or not kind.on_packets) and (self.shape.prefill > 0 or kind.target != "kv")
+        return self.netns or not kind.on_packets
 
 
 def choose_kinds(names: list[str], ground: Ground) -> dict[str, int]:
@@ -54,6 +61,10 @@ def choose_kinds(names: list[str], ground: Ground) -> dict[str, int]:
     for name in names:
         if KINDS[name].target == "gateway" and ground.gateways == 1:
             raise UsageError(f"--kinds: {name} needs --gateways 2 or more")
+        if KINDS[name].target == "holder" and not ground.holders:
+            raise UsageError(f"--kinds: {name} needs --backend cuda and several workers on a GPU")
+        if KINDS[name].target == "kv" and not ground.kv_seen:
+            raise UsageError(f"--kinds: {name} needs a --transport that can be TCP: auto, tcp or ipc")
         if KINDS[name].on_packets and not ground.netns:
             raise UsageError(f"--kinds: {name} needs --netns")
     chosen = {name: KINDS[name].weight for name in names or KINDS if ground.has(KINDS[name])}

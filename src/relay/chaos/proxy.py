@@ -29,6 +29,7 @@ from relay.protocol.messages import (
     GatewayToAgent,
     GatewayToEngine,
     Hello,
+    Load,
     Message,
     Welcome,
 )
@@ -51,6 +52,7 @@ class Life:
     welcomed: set[Link] = field(default_factory=set)
     kv_servers: list[asyncio.Server] = field(default_factory=list)
     kv_addresses: dict[str, str] = field(default_factory=dict)  # its own → the one in our hello
+    counters: dict[str, float] = field(default_factory=dict)  # as its engine's last report has them
     exit_signal: int | None = None  # of its engine, as its agent has reported it
     ended_s: float = 0.0  # its only gateway's control connection was closed, by whichever side
     given_up_s: float = 0.0  # a gateway closed one after a fault had struck
@@ -239,6 +241,8 @@ class Proxy:
     def from_worker(self, life: Life, process: str, message: Message) -> None:
         if isinstance(message, EngineExited):
             life.exit_signal = message.signal
+        elif isinstance(message, Load):
+            life.counters = message.counters
         elif process == "engine" and self.lives.get(life.worker) is life:
             self.watch.from_worker(life.worker, message)
 

@@ -32,6 +32,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
     signals: Counter[str] = Counter()
     packets: Counter[str] = Counter()
     roles: Counter[str] = Counter()
+    transfers: Counter[str] = Counter()
     moments: dict[str, Counter[str]] = {}
     resumes: dict[str, list[float]] = {}
     detections: dict[str, list[float]] = {}
@@ -40,6 +41,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         signals.update(cell.signals)
         packets.update(cell.packets_lost)
         roles.update(cell.roles_struck)
+        transfers.update(cell.kv_transfers)
         for kind, row in cell.moments.items():
             moments.setdefault(kind, Counter()).update(row)
         for target, source in ((resumes, cell.resume_ms), (detections, cell.detect_ms)):
@@ -53,6 +55,7 @@ def report(cells: list[CellResult], calm: list[Calm]) -> dict[str, Any]:
         "failed": sum(cell.failed for cell in cells),
         "leaked": sum(cell.leaked for cell in cells),
         "reposted": sum(cell.reposted for cell in cells),
+        "kv_transfers": dict(sorted(transfers.items())),
         "disagreements": sum(cell.disagreements for cell in cells),
         "poison": {name: sum(getattr(cell, name) for cell in cells) for name in ("poison", "quarantined", "crashes")},
         "replayed": {name: sum(getattr(cell, name) for cell in cells) for name in REPLAYED},

@@ -13,9 +13,13 @@ from relay.chaos.server import MODEL_NAME
 from relay.chaos.settings import CellResult, ChaosSettings
 
 
-async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tuple[list[CellResult], list[Calm]]:
-    """The result of every cell, and what prefill and steps cost in every calm run. Raises StartupError when a server does not
-    start or is wrong without faults."""
+async def run_chaos(
+    settings: ChaosSettings,
+    say: Callable[[str], None],
+    after: Callable[[list[CellResult], list[Calm]], None] = lambda cells, calm: None,
+) -> tuple[list[CellResult], list[Calm]]:
+    """The result of every cell, and what prefill and steps cost in every calm run; ``after`` is told all so far after every cell.
+    Raises StartupError when a server does not start or is wrong without faults."""
     surprises: list[str] = []
 
     def surprised(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -45,6 +49,7 @@ async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tupl
             if earlier is not None:
                 cells.append(earlier.result)
                 say(f"{shape.name} seed {seed}: kept from an earlier run")
+                after(cells, costs)
                 continue
             result = await Cell(settings, shape, seed, requests, expected, say).run()
             result.problems += [f"chaos itself: {text}" for text in surprises]
@@ -55,4 +60,5 @@ async def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> tupl
                 f"{shape.name} seed {seed}: {result.identical} of {result.requests} identical, {result.failed} failed, "
                 f"{result.leaked} leaked, {sum(result.faults.values())} faults, {result.seconds:.0f} s"
             )
+            after(cells, costs)
     return cells, costs

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relay.chaos.plan import Ground
 from relay.chaos.requests import LONGEST_ANSWER, LONGEST_WORDS
 from relay.chaos.shapes import Shape
 from relay.errors import UsageError
@@ -24,11 +25,19 @@ class ChaosSettings:
     longest_answer: int = LONGEST_ANSWER
     request_timeout_s: float = 180.0
     gateways: int = 1
+    transport: str = "auto"  # of KV, as ``relay serve`` names it
+    devices: tuple[str, ...] = ()  # GPUs of the workers; none: they run on CPUs
     netns: bool = False  # this process is in a network namespace of its own, where packets can be lost
     poison: int = 0  # requests that crash every engine they visit, beside the others
     inject: str = ""  # one worker of every cluster is made wrong by this: the run must turn red
     trace: Path | None = None  # folder for recordings of every gateway and worker, which are played again
     keep: Path | None = None  # folder of cells' results: those that are there already are not run again
+
+    def ground(self, shape: Shape) -> Ground:
+        """What there is to strike in a cluster of ``shape``."""
+        shared = 0 < len(self.devices) < shape.size
+        kv_seen = self.transport in ("auto", "tcp", "ipc")  # the others have no way through the proxy
+        return Ground(shape, self.gateways, self.netns, shared, kv_seen)
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= 100_000:
@@ -70,6 +79,7 @@ class CellResult:
     reposted: int = 0  # answers whose connection broke with its gateway, continued at another
     resumed_tokens: list[int] = field(default_factory=list)  # prompt and committed tokens each resume began with
     disagreements: int = 0
+    kv_transfers: dict[str, int] = field(default_factory=dict)  # by scheme, of those that a D acknowledged
     poison: int = 0
     quarantined: int = 0  # poison requests that ended with the error they should end with
     recordings: int = 0

@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from relay.chaos.netns import enter
+from relay.chaos.oracle import Calm
 from relay.chaos.packets import PacketsUnavailable
-from relay.chaos.plan import Ground, choose_kinds
+from relay.chaos.plan import choose_kinds
 from relay.chaos.report import report
 from relay.chaos.run import run_chaos
-from relay.chaos.settings import ChaosSettings
+from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import parse_shape
-from relay.config import BACKENDS, KV_DTYPES
+from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS
 from relay.errors import UsageError
 
 
@@ -41,6 +42,14 @@ from relay.errors import UsageError
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
 @click.option("--longest-answer", type=int, default=48, show_default=True, help="Tokens of the longest answer.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="Of the workers.")
+@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="Of KV; what is not TCP goes past the proxy.",
+)
 @click.option("--threads", type=int, default=0, show_default=True, help="Threads of each worker; 0: all cores.")
 @click.option("--kv-cache-memory", metavar="SIZE", default="512M", show_default=True, help="KV cache of each worker.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="auto", show_default=True, help="Of it.")
@@ -75,6 +84,8 @@ def chaos(
     longest_prompt: int,
     longest_answer: int,
     backend: str,
+    device: str,
+    transport: str,
     threads: int,
     kv_cache_memory: str,
     kv_cache_dtype: str,
@@ -97,6 +108,7 @@ def chaos(
         raise UsageError("--kinds names no kind; leave it out for all of them")
     serve = ["--backend", backend, "--threads", str(threads), "--kv-cache-memory", kv_cache_memory]
     serve += ["--kv-cache-dtype", kv_cache_dtype, "--max-num-batched-tokens", str(max_num_batched_tokens)]
+    serve += ["--device", device, "--transport", transport]
     inside = netns != "off" and _enter(auto=netns == "auto")
     serve += ["--offline"] if offline or inside else []
     serve += ["--cache-dir", str(cache_dir)] if cache_dir is not None else []
@@ -112,6 +124,8 @@ def chaos(
         longest_words=longest_prompt,
         longest_answer=longest_answer,
         gateways=gateways,
+        transport=transport,
+        devices=tuple(device.split(",")) if backend == "cuda" else (),
         netns=inside,
         poison=poison,
         inject=inject or "",
@@ -119,16 +133,19 @@ def chaos(
         keep=keep,
     )
     for shape in settings.shapes:
-        choose_kinds(list(settings.kinds), Ground(shape, gateways, inside))
+        choose_kinds(list(settings.kinds), settings.ground(shape))
     _check_places(trace, keep, output)
 
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    cells, calm = asyncio.run(run_chaos(settings, say))
+    def keep_report(cells: list[CellResult], calm: list[Calm]) -> None:
+        """After every cell: what was done stands there, however a later one ends."""
+        if output is not None:
+            output.write_text(json.dumps(report(cells, calm), indent=1) + "\n")
+
+    cells, calm = asyncio.run(run_chaos(settings, say, keep_report))
     document = report(cells, calm)
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
     if as_json:
         click.echo(json.dumps(document))
     else:

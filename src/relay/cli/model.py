@@ -33,9 +33,9 @@ def model() -> None:
 @click.argument("model_name", metavar="MODEL", default=DEFAULT_MODEL)
 @click.option(
     "--storage",
-    type=click.Choice(["native", "float32"]),
+    type=click.Choice(["native", "float32", "direct"]),
     default="native",
-    help="Keep weights as the file has them, or widen them to fp32 (same logits, more memory).",
+    help="Keep weights as the file has them, widen them to fp32 (same logits, more memory), or leave them in safetensors (GPUs).",
 )
 @click.option("--offline", is_flag=True, help="Never touch the network.")
 @_cache_option
@@ -108,12 +108,12 @@ def rm(model_name: str, cache_dir: Path) -> None:
 def describe(loaded: LoadedModel) -> dict[str, Any]:
     """The facts ``inspect`` prints."""
     config = loaded.config
-    matrices = [entry for entry in loaded.pack.header.entries if entry.kind == "matrix"]
     vectors = [entry for entry in loaded.pack.header.entries if entry.kind == "vector"]
     encodings = Counter[str]()
-    for entry in matrices:
-        encodings[entry.encoding] += entry.num_bytes
-    weights = sum(entry.shape[0] * entry.shape[1] for entry in matrices)
+    weights = 0
+    for rows in loaded.pack.matrices():
+        encodings[rows.encoding] += rows.num_bytes
+        weights += rows.values
     weights += sum(entry.shape[0] for entry in vectors if not entry.name.startswith("rope."))
     tokenizer = loaded.tokenizer if loaded.tokenizer_files.json else None
     eos = {str(i): (tokenizer.token(i) or "") if tokenizer else "" for i in config.eos_token_ids}

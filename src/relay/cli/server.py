@@ -240,7 +240,10 @@ def open_served_model(config: ServeConfig) -> "LoadedModel":
     from relay.models.store import default_cache_dir, open_model
 
     cache_dir = config.cache_dir or default_cache_dir(os.environ)
-    return open_model(config.model, cache_dir=cache_dir, offline=config.offline, progress=console_progress())
+    on_device = config.worker.backend == "cuda"
+    return open_model(
+        config.model, cache_dir=cache_dir, offline=config.offline, progress=console_progress(), for_device=on_device
+    )
 
 
 def found_devices(config: ServeConfig, model: "LoadedModel") -> list[str]:

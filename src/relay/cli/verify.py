@@ -97,7 +97,11 @@ def verify(
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
     )
     loaded = open_model(
-        model, cache_dir=cache_dir or default_cache_dir(os.environ), offline=offline, progress=console_progress()
+        model,
+        cache_dir=cache_dir or default_cache_dir(os.environ),
+        offline=offline,
+        progress=console_progress(),
+        for_device=backend == "cuda",
     )
     requests = verify_requests(
         lambda text: loaded.tokenizer.encode(text, add_special=False),

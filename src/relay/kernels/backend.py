@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from relay.kernels.kv_frames import Heads
 from relay.kernels.program import Program
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
@@ -79,12 +80,19 @@ class Backend(Protocol):
         """Bytes of K plus V of one token in one layer in the canonical layout."""
         ...
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        """Copy K then V of positions first..first+count-1 of a sequence into ``out``: canonical [token][kv_head][dim] each."""
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
+        """Copy K then V of positions first..first+count-1 of a sequence into ``out``: canonical [token][kv_head][dim] each.
+
+        ``heads``: of these alone; None: of all.
+        """
         ...
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        """The inverse of ``read_kv``."""
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
+        """The inverse of ``read_kv``. Two threads may write different heads of the same positions at once."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:

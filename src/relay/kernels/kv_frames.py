@@ -14,19 +14,24 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX = 0xD6E8FEB86659FD93
 
 
+Heads = tuple[int, int]
+"""(first, how many) of the KV heads."""
+
+
 class SharingFailed(Exception):
     """Memory of a device could not be shared between processes; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvRange:
-    """``count`` positions from ``first`` of one sequence, in ``layers`` layers from ``layer`` on."""
+    """``count`` positions from ``first`` of one sequence, in ``layers`` layers from ``layer`` on; ``heads`` None: all."""
 
     layer: int
     layers: int
     first: int
     count: int
     block_table: np.ndarray  # int32
+    heads: Heads | None = None
 
 
 class Span(NamedTuple):

@@ -3,16 +3,19 @@
 ``kv-bit`` flips one bit of one K value once. ``rounding`` makes one op round one output the other way: a norm weight is
 moved by one unit in the last place of the activations. Both must turn a comparison red. ``crash:ID`` dies of a segmentation
 fault in every step that computes token ID of a prompt four times in a row: a poison request (one may be drawn by chance).
+``fault:ID`` lets a kernel of a GPU read outside of all memory there, which is the end of the CUDA context.
 Nothing else uses this module.
 """
 
 import signal
+from collections.abc import Callable
 from typing import Literal, cast, get_args
 
 import numpy as np
 
 from relay.errors import UsageError
 from relay.kernels.backend import Backend, Batch
+from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.program import Program, RopeWriteKv
 from relay.kernels.weights import PackedMatrix, WeightSource
 from relay.protocol.block_hash import UNIT_TOKENS
@@ -30,6 +33,9 @@ class NudgedWeights:
 
     def matrix(self, name: str) -> PackedMatrix:
         return self._inner.matrix(name)
+
+    def in_files(self, name: str) -> FileMatrix | None:
+        return in_files(self._inner, name)
 
     def vector(self, name: str) -> np.ndarray:
         values = self._inner.vector(name)
@@ -84,11 +90,12 @@ class PerturbedBackend:
 
 
 class CrashingBackend:
-    """Wraps ``inner`` and dies, as of a bug in a kernel, when ``token_id`` is computed four times in a row."""
+    """Wraps ``inner`` and does ``crash`` when ``token_id`` is computed four times in a row, as of a bug in a kernel."""
 
-    def __init__(self, inner: Backend, token_id: int) -> None:
+    def __init__(self, inner: Backend, token_id: int, crash: Callable[[Batch], None]) -> None:
         self._inner = inner
         self._token_id = token_id
+        self._crash = crash
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -96,22 +103,36 @@ class CrashingBackend:
     def run(self, start: int, stop: int, batch: Batch) -> None:
         hits = batch.token_ids == self._token_id
         if np.any(hits[:-3] & hits[1:-2] & hits[2:-1] & hits[3:]):
-            signal.raise_signal(
-                signal.SIGSEGV
-            )  # in this thread, as a fault would: a signal to the process may come later
+            self._crash(batch)
         self._inner.run(start, stop, batch)
+
+
+def _segfault(batch: Batch) -> None:
+    signal.raise_signal(signal.SIGSEGV)  # in this thread, as a fault would: a signal to the process may come later
+
+
+def _point_nowhere(batch: Batch) -> None:
+    """The row of this token lies terabytes behind the embeddings."""
+    batch.token_ids[0] = np.iinfo(np.int32).max
+
+
+CRASHES: dict[str, Callable[[Batch], None]] = {"crash": _segfault, "fault": _point_nowhere}
 
 
 def check_kind(kind: str) -> None:
     """Raises UsageError for an unknown kind."""
     crash, _, token_id = kind.partition(":")
-    if kind not in get_args(Perturbation) and not (crash == "crash" and token_id.isdecimal()):
-        raise UsageError(f"unknown perturbation {kind!r}; known: {', '.join(get_args(Perturbation))}, crash:TOKEN_ID")
+    if kind not in get_args(Perturbation) and not (crash in CRASHES and token_id.isdecimal()):
+        crashes = ", ".join(f"{name}:TOKEN_ID" for name in CRASHES)
+        raise UsageError(f"unknown perturbation {kind!r}; known: {', '.join(get_args(Perturbation))}, {crashes}")
 
 
 def perturbed(inner: Backend, kind: str) -> Backend:
     """``inner`` made wrong as ``kind`` says. Raises UsageError for an unknown kind."""
     check_kind(kind)
-    if kind.startswith("crash:"):
-        return cast(Backend, CrashingBackend(inner, int(kind.partition(":")[2])))
+    crash, _, token_id = kind.partition(":")
+    if crash == "fault" and inner.name != "cuda":
+        raise UsageError(f"perturbation {kind!r} is for --backend cuda")
+    if crash in CRASHES:
+        return cast(Backend, CrashingBackend(inner, int(token_id), CRASHES[crash]))
     return cast(Backend, PerturbedBackend(inner, cast(Perturbation, kind)))

@@ -76,6 +76,7 @@ class LocalWorkers:
         if spec.weights_socket and name not in self._holders:
             self._holders.add(name)
             argv = [sys.executable, "-m", "relay.worker.weights_process", "--spec", encode_spec(spec)]
+            argv += ["--launcher", str(os.getpid())]
             self._launcher.start(LaunchSpec(name=name, argv=argv))
 
     def stop(self, worker: WorkerKey, *, kill: bool, word: EngineExited | None = None) -> None:

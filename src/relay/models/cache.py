@@ -4,7 +4,7 @@
 
     packs-vN/NAME.pack, N the pack version.
                       NAME: a short name, ``org--name`` of a repository, ``local-STEM-PATHKEY-STATEKEY`` of files elsewhere;
-                      ``.float32`` before ``.pack`` where weights were widened
+                      ``.float32`` before ``.pack`` where weights were widened, ``.direct`` where they stay in their safetensors
     files/            fetched model files, kept so that packing anew needs no network
     locks/            one file a pack being made
     checked/          one file a pack, see ``checked.py``
@@ -71,7 +71,7 @@ def remove_cached(cache_dir: Path, name: str) -> int:
     Returns the bytes freed. Processes that map a pack keep it until they end. Raises ModelNotFoundError if there is none.
     """
     stem = repository_pack_name(name)
-    paths = [packs_dir(cache_dir) / (stem + suffix + PACK_SUFFIX) for suffix in ("", ".float32")]
+    paths = [packs_dir(cache_dir) / (stem + suffix + PACK_SUFFIX) for suffix in ("", ".float32", ".direct")]
     if name in ALIASES:
         paths.append(cache_dir / "files" / ALIASES[name].file_name)
     with contextlib.suppress(
@@ -93,6 +93,7 @@ def _describe(path: Path, name: str) -> CachedPack:
     num_bytes = path.stat().st_size
     try:
         pack = Pack(path, rebuild=f"relay model pull {name}")
+        pack.check_files()
     except CorruptModelError as error:
         return CachedPack(name, path, num_bytes, "", "", str(error))
     return CachedPack(name, path, num_bytes, pack.digest, pack.config.architecture)

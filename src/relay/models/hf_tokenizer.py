@@ -14,11 +14,21 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CorruptModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptModelError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CorruptModelError(f"{path}: not a JSON object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """Raises CorruptModelError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CorruptModelError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CorruptModelError(f"{path}: not UTF-8 ({error})") from error
 
 
 def optional_json(path: Path) -> dict[str, Any]:
@@ -35,7 +45,7 @@ def read_tokenizer_files(folder: Path, generation: dict[str, Any]) -> TokenizerF
     settings = optional_json(folder / "tokenizer_config.json")
     special = _special_tokens({**optional_json(folder / "special_tokens_map.json"), **settings})
     return TokenizerFiles(
-        json=path.read_text(encoding="utf-8") if path.exists() else "",
+        json=read_text(path) if path.exists() else "",
         chat_template=_chat_template(folder, settings),
         special_tokens=special,
         generation={key: value for key, value in generation.items() if not key.startswith("_")},
@@ -57,7 +67,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja, else chat_template.json, else tokenizer_config.json (a list of named ones: ``default``)."""
     if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja")
     value = optional_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(value, list):
         named = {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict) and "name" in entry}

@@ -2,14 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from relay.errors import CorruptModelError
+from relay.kernels.weights import Encoding
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_ENCODINGS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor's bytes begin in its file."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    encoding: Encoding
 
 
 class SafetensorsFile:
@@ -28,7 +39,7 @@ class SafetensorsFile:
             self._refuse("truncated: the header is incomplete")
         try:
             header = json.loads(self._data[8 : self._start].tobytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptModelError(f"{path}: the header is not JSON ({error})") from error
         if not isinstance(header, dict):
             self._refuse("the header is not a JSON object")
@@ -43,21 +54,32 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> np.ndarray:
         """The mapped tensor: fp32, fp16, or uint16 for BF16's bits. KeyError if the file has no such tensor."""
-        entry = self._entries[name]
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            self._refuse(f"tensor {name} has dtype {entry['dtype']}; served: {', '.join(_DTYPES)}")
+        entry = self._served(name)
+        dtype = _DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
         raw: np.ndarray = np.asarray(self._data[self._start + begin : self._start + end])
         if raw.ctypes.data % dtype.itemsize:
             raw = raw.copy()
         return raw.view(dtype).reshape(entry["shape"])
 
+    def place(self, name: str) -> TensorPlace:
+        """Where ``tensor`` would read. KeyError if the file has no such tensor."""
+        entry = self._served(name)
+        offset = self._start + entry["data_offsets"][0]
+        return TensorPlace(self._path, offset, tuple(entry["shape"]), _ENCODINGS[entry["dtype"]])
+
+    def _served(self, name: str) -> Any:
+        entry = self._entries[name]
+        if entry["dtype"] not in _DTYPES:
+            self._refuse(f"tensor {name} has dtype {entry['dtype']}; served: {', '.join(_DTYPES)}")
+        return entry
+
     def _check(self, name: str, entry: Any) -> None:
         try:
             begin, end = entry["data_offsets"]
             shape, dtype = entry["shape"], entry["dtype"]
-            sound = 0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+            sound = all(type(number) is int for number in (begin, end, *shape)) and isinstance(dtype, str)
+            sound = sound and 0 <= begin <= end and min(shape, default=0) >= 0
         except (TypeError, KeyError, ValueError):
             self._refuse(f"tensor {name} has a damaged header entry")
         if not sound:

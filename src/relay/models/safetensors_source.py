@@ -12,7 +12,7 @@ from relay.models.config import ModelConfig
 from relay.models.hf_config import parse_config
 from relay.models.hf_tokenizer import optional_json, read_json, read_tokenizer_files
 from relay.models.layout import weight_items
-from relay.models.safetensors_file import SafetensorsFile
+from relay.models.safetensors_file import SafetensorsFile, TensorPlace
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -79,6 +79,10 @@ class SafetensorsSource:
             return (tensor.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return tensor.astype(np.float32)
 
+    def place(self, name: str) -> TensorPlace:
+        """Where ``matrix`` and ``vector`` read. Raises as they do."""
+        return self._files[file_name(name)].place(file_name(name))
+
     def _tensor(self, name: str) -> np.ndarray:
         return self._files[file_name(name)].tensor(file_name(name))
 
@@ -118,7 +122,8 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CorruptModelError(f"{folder / INDEX}: weight_map is missing")
-        files = {name: SafetensorsFile(_shard(folder, name)) for name in sorted(set(weight_map.values()))}
+        paths = {tensor: _shard(folder, tensor, shard) for tensor, shard in weight_map.items()}
+        files = {path.name: SafetensorsFile(path) for path in sorted(set(paths.values()))}
         for tensor, shard in weight_map.items():
             if tensor not in files[shard].names:
                 raise CorruptModelError(f"{folder / shard}: tensor {tensor} is missing (the index says it is here)")
@@ -129,7 +134,9 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     return dict.fromkeys(file.names, file)
 
 
-def _shard(folder: Path, name: str) -> Path:
-    if Path(name).name != name:
+def _shard(folder: Path, tensor: str, name: object) -> Path:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise CorruptModelError(f"{folder / INDEX}: the shard of {tensor} is no file name: {name!r}")
+    if Path(name).name != name or name == "..":
         raise CorruptModelError(f"{folder / INDEX}: shard {name!r} is outside the folder")
     return folder / name

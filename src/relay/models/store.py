@@ -34,7 +34,7 @@ __all__ = ["LoadedModel", "ModelStore", "default_cache_dir", "open_checkpoint", 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 MAX_REPOSITORY_CHARACTERS = 200  # with its revision; a longer name would be no file name either
-_STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32"}
+_STORAGE_SUFFIX: dict[Storage, str] = {"native": "", "float32": ".float32", "direct": ".direct"}
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
@@ -52,12 +52,15 @@ def open_model(
     offline: bool = False,
     progress: Progress | None = None,
     storage: Storage = "native",
+    for_device: bool = False,
 ) -> LoadedModel:
-    """Open the model ``argument`` names, fetching and packing it first if need be.
+    """Open the model ``argument`` names, fetching and packing it first if need be. ``for_device``: leave its weights where they are
+    if they are safetensors, which only the cuda backend loads.
 
     Raises ModelNotFoundError (missing, or offline and not cached) and CorruptModelError, each with one clear line.
     """
-    return ModelStore(cache_dir, offline=offline, progress=progress).open(argument, storage)
+    store = ModelStore(cache_dir, offline=offline, progress=progress)
+    return store.open(argument, "direct" if for_device and store.in_safetensors(argument) else storage)
 
 
 class ModelStore:
@@ -84,7 +87,8 @@ class ModelStore:
         """As ``open_model``. A pack that changed since it was last read whole is read against its digest."""
         name, path = self._resolve(argument, storage)
         source = "SOURCE" if Path(argument).suffix == PACK_SUFFIX else argument
-        pack = Pack(path, rebuild=f"relay model pull {source}")
+        pack = Pack(path, rebuild=f"relay model pull {_flag(storage)}{source}")
+        pack.check_files()
         check(pack, self.cache_dir)
         return LoadedModel(name, pack, build_program(pack.config))
 
@@ -97,6 +101,13 @@ class ModelStore:
             except CorruptModelError:
                 path.unlink(missing_ok=True)
         return self.open(argument, storage)
+
+    def in_safetensors(self, argument: str) -> bool:
+        """Whether ``argument`` is a model whose weights can stay where they are: a folder or a repository."""
+        local = _local_path(argument)
+        if local is not None:
+            return local.is_dir()
+        return argument not in ALIASES and argument not in cached_names(self.cache_dir)
 
     def _place(self, argument: str, storage: Storage) -> tuple[str, Path]:
         """(served name, where its pack is or would be). Raises ModelNotFoundError for what can be neither."""
@@ -119,7 +130,7 @@ class ModelStore:
 
     def _resolve(self, argument: str, storage: Storage) -> tuple[str, Path]:
         name, path = self._place(argument, storage)
-        if not path.exists():
+        if not _usable(path, storage):
             try:
                 self._make_pack(argument, name, path, storage)
             except OSError as error:
@@ -130,10 +141,13 @@ class ModelStore:
 
     def _make_pack(self, argument: str, name: str, path: Path, storage: Storage) -> None:
         with _locked(self.cache_dir / "locks" / path.name):
-            if not path.exists():  # else another process made it while we waited
+            if not _usable(path, storage):  # else another process made it while we waited
                 source = self._checkpoint(argument)
                 _check_texts(source)
-                write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                if storage != "direct":
+                    write_pack(source, path, storage=storage, progress=self._progress, label=f"packing {name}")
+                else:
+                    _write_direct(source, path, self._progress, name)
                 remember(path, self.cache_dir)
                 _remove_outdated(path)
 
@@ -166,6 +180,30 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from relay.models.gguf_source import GgufSource
 
     return GgufSource(path)
+
+
+def _usable(path: Path, storage: Storage) -> bool:
+    """Whether a pack is there; a direct one is made anew where anything is wrong with it: that takes seconds."""
+    if storage != "direct" or path.suffixes[-2:] != [_STORAGE_SUFFIX[storage], PACK_SUFFIX]:
+        return path.exists()
+    try:
+        Pack(path).check_files()
+    except (CorruptModelError, FileNotFoundError):
+        return False
+    return True
+
+
+def _write_direct(source: Checkpoint, path: Path, progress: Progress, name: str) -> None:
+    from relay.models.direct_packer import write_direct_pack
+    from relay.models.safetensors_source import SafetensorsSource
+
+    if not isinstance(source, SafetensorsSource):
+        raise UsageError(f"--storage direct: {source.where} is no folder of safetensors")
+    write_direct_pack(source, path, progress=progress, label=f"reading {name}")
+
+
+def _flag(storage: Storage) -> str:
+    return "" if storage == "native" else f"--storage {storage} "
 
 
 def _check_texts(source: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.kv_frames import Heads
 from relay.kernels.program import Attend, Buffer, Embed, Geometry, Linear, Op, Program, RopeWriteKv, SelectRows
 from relay.kernels.weights import WeightSource
 from relay.protocol.messages import FinishReason
@@ -23,7 +24,8 @@ POISON = VOCAB - 1  # never drawn by itself; an engine that embeds it crashes
 LATE = 1 << 20  # a seed of LATE + n draws it as output n: a poison of which no prompt tells
 CELL = 16  # bytes of K and V of a token in a layer
 GEOMETRY = Geometry(LAYERS, 4, 4, 1, 1, 2, VOCAB, 4096)
-LAYOUT = Layout(LAYERS, 1, 2, "float32")
+LAYOUT = Layout(LAYERS, 2, 1, "float32")
+HALVES = ((0, 1), (1, 1))  # its heads, as two ranks have them
 
 
 class EngineCrash(BaseException):
@@ -228,14 +230,23 @@ class HashBackend:
         cells: np.ndarray = np.asarray(block_table)[positions // self._block_size] * self._block_size
         return cells + positions % self._block_size
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        cells = np.frombuffer(self._kv[layer], np.uint64).reshape(-1, 2)[self._indices(block_table, first, count)]
-        out[: CELL * count] = cells[:, 0].tobytes() + cells[:, 1].tobytes()
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
+        cells = self._heads_of(layer, heads)[self._indices(block_table, first, count)]
+        out[:] = cells[:, 0].tobytes() + cells[:, 1].tobytes()
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        values = np.frombuffer(data, np.uint64, 2 * count)
-        cells = np.frombuffer(self._kv[layer], np.uint64).reshape(-1, 2)
-        cells[self._indices(block_table, first, count)] = values.reshape(2, count).T
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
+        cells = self._heads_of(layer, heads)
+        values = np.frombuffer(data, np.uint32).reshape(2, count, cells.shape[2])
+        cells[self._indices(block_table, first, count)] = values.swapaxes(0, 1)
+
+    def _heads_of(self, layer: int, heads: Heads | None) -> np.ndarray:
+        """[cell, K or V, head]: a head is half of a value."""
+        first, count = heads or (0, LAYOUT.num_kv_heads)
+        return np.frombuffer(self._kv[layer], np.uint32).reshape(-1, 2, 2)[:, :, first : first + count]
 
     def copy_block(self, source: int, target: int) -> None:
         width = self._block_size * CELL

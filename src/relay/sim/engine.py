@@ -97,7 +97,9 @@ class EngineProcess(Process):
         self.core = WorkerCore(swarm.worker, self.scheduler, self.runner.kv_digests)
         watch_engine(kernel, self.scheduler, self.core)
         identity = Identity(key.worker, key.incarnation, MODEL_DIGEST, numerics, LAYOUT)
-        self.transport = SimTransport(network, identity, self.backend, self.post, swarm.transfer, self, self.guard)
+        self.transport = SimTransport(
+            network, identity, self.backend, self.post, swarm.transfer, self, self.guard, swarm.kv_parts
+        )
         self._steps = StepThread(self.runner, self.transport, LAYERS, self.page, self.post, self)
         self._queue: deque[StartStep] = deque()
         self._stepping = False

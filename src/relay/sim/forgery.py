@@ -54,11 +54,11 @@ def admitted(header: Header, order: ReceiveOrder) -> None:
     """I7: D is about to store the KV of this frame, so it has the room for just that."""
     count = header.token_count
     tokens = order.first_token <= header.first_token < header.first_token + count <= order.num_tokens
-    heads = (header.first_head, header.head_count) == (0, LAYOUT.num_kv_heads)
+    heads = 0 < header.head_count <= LAYOUT.num_kv_heads - header.first_head
     if (
         not tokens
         or not heads
         or header.layer + header.layers > LAYOUT.num_layers
-        or header.payload_bytes != count * LAYOUT.token_bytes
+        or header.payload_bytes != count * header.head_count * LAYOUT.head_bytes
     ):
         raise Violation("I7", f"D stores {header}, its order is {order}")

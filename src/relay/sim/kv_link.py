@@ -4,12 +4,13 @@ What ``transfer/transport.py`` does with threads and blocking sockets is done he
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from relay.clock import Clock
+from relay.kernels.kv_frames import Heads
 from relay.sim.forgery import admitted, forged
 from relay.sim.network import Network, Side
 from relay.transfer.contract import (
@@ -149,12 +150,10 @@ class OutboundLink:
         return True
 
     def open(self, order: SendOrder) -> None:
-        transport = self._transport
-        now_ns = transport.clock.now_ns()
-        sending = _Sending(
-            Sender(order, transport.identity.incarnation, transport.identity.layout, transport.limits, now_ns)
-        )
-        self.sendings[order.transfer] = sending
+        one, now_ns = self._transport, self._transport.clock.now_ns()
+        identity = one.identity
+        sender = Sender(order, identity.incarnation, identity.layout, one.limits, now_ns, one.parts)
+        sending = self.sendings[order.transfer] = _Sending(sender)
         if self.greeted:
             sending.sender.link_opened(now_ns)
             self.flush(sending)
@@ -200,7 +199,8 @@ class OutboundLink:
             header, payload = outgoing.header, outgoing.payload
             if payload is None:
                 raw = bytearray(header.payload_bytes)
-                read_frame_kv(self._transport.store, header, sending.block_table, memoryview(raw))
+                heads = self._transport.identity.layout.heads_of(header)
+                read_frame_kv(self._transport.store, header, sending.block_table, memoryview(raw), heads)
                 payload = bytes(raw)
             side.send(frame(*forged(self._transport.network, side, header, payload, sending.sender.order)))
 
@@ -267,7 +267,8 @@ class InboundLink:
         if header.kind is Kind.KV:
             if receiver.admit(header, now_ns):
                 admitted(header, receiver.order)
-                write_frame_kv(self._transport.store, header, reception.block_table, memoryview(payload))
+                heads = self._transport.identity.layout.heads_of(header)
+                write_frame_kv(self._transport.store, header, reception.block_table, memoryview(payload), heads)
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, payload, now_ns)
@@ -292,6 +293,7 @@ class SimTransport:
         limits: TransferLimits,
         clock: Clock,
         guard: Callable[[Callable[[Any], None]], Callable[[Any], None]],
+        parts: Sequence[Heads],
     ) -> None:
         self.network = network
         self.host = identity.worker
@@ -300,6 +302,7 @@ class SimTransport:
         self.limits = limits
         self.clock = clock
         self.guard = guard
+        self.parts = parts
         self._emit = emit
         self.table = ReceptionTable(identity.layout, limits, emit, clock)
         self.receiving: dict[int, ReceiveOrder] = {}

@@ -12,7 +12,9 @@ from relay.control_config import (
     RetryConfig,
 )
 from relay.engine.limits import SchedulerLimits
+from relay.kernels.kv_frames import Heads
 from relay.protocol.messages import Role
+from relay.sim.backend import HALVES
 from relay.sim.tape import Tape
 from relay.transfer.contract import TransferLimits
 from relay.worker.core import WorkerConfig
@@ -95,6 +97,7 @@ class Swarm:
     poison: int  # requests that crash every engine
     poison_hangs: bool = False  # or keep its step from ending
     gateways: tuple[str, ...] = ("gateway",)
+    kv_parts: tuple[Heads, ...] = ()  # heads lie together by these where KV is sent from; none: all together
 
     @property
     def kv_tokens(self) -> int:
@@ -142,6 +145,7 @@ def draw(tape: Tape) -> Swarm:
         poison=of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2), "poison"),
         poison_hangs=tape.chance(300, "poison hangs"),
         clock_ns=of((1, 3600, 1_000_000_000), "clock") * 1000 * MS,  # whole windows of the breakers
+        kv_parts=of(((), HALVES), "kv_parts"),
     )
 
 

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from relay.kernels.kv_frames import Place
-from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, Header, Kind, parse, seal, verify
+from relay.transfer.frame import MAX_CONTROL_BYTES, MAX_KV_BYTES, Checksum, Header, Kind, parse, seal, verify
+
+Allocate = Callable[[int], memoryview]
+"""So many bytes, writable, their contents undefined."""
 
 
 class ChannelClosed(Exception):
@@ -25,6 +28,11 @@ class Channel(Protocol):
     peer: str
     scheme: str  # "tcp" or "shm"
     region: memoryview | None  # memory both ends map, if that is what payloads lie in
+    most_kv_bytes: int  # worth sending in one frame; more than MAX_KV_BYTES may come only where this is more
+
+    def lend(self, allocate: Allocate) -> None:
+        """KV payloads that this end alone holds shall lie in memory that ``allocate`` gives, as a device copies there faster."""
+        ...
 
     def await_room(self, size: int) -> None:
         """Wait until ``reserve`` of up to ``size`` bytes need not wait. Raises ChannelClosed, FrameError."""
@@ -99,7 +107,7 @@ def read_any_frame(
 
     Raises ChannelClosed, FrameError.
     """
-    header, expected = parse(channel.receive_header(), checksum)
+    header, expected = parse(channel.receive_header(), checksum, max(MAX_KV_BYTES, channel.most_kv_bytes))
     if header.kind is Kind.KV:
         return header, channel.receive_kv(header.payload_bytes), expected
     before_waiting()

@@ -1,11 +1,13 @@
 """What the worker asks of a transfer and what it hears back; one file for every transport."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from relay.transfer.frame import MAX_KV_BYTES, Handoff, Header, Hello
+from relay.kernels.kv_frames import Heads
+from relay.transfer.frame import MAX_DEVICE_KV_BYTES, Handoff, Header, Hello
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -22,7 +24,16 @@ class Layout:
     @property
     def token_bytes(self) -> int:
         """K plus V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """K plus V of one token and one head in one layer."""
+        return 2 * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+    def heads_of(self, header: Header) -> Heads | None:
+        """What stores are asked for: None where a frame has them all."""
+        return None if header.head_count == self.num_kv_heads else (header.first_head, header.head_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,8 @@ class Identity:
 class TransferLimits:
     """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
     ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
-    layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes; 0: one layer a frame."""
+    layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes, up to ``max_frame_bytes`` once all is
+    computed; 0: one layer a frame. A connection may carry less in a frame (``Channel.most_kv_bytes``)."""
 
     min_frame_bytes: int = 1 << 19
     max_frame_bytes: int = 1 << 20
@@ -66,8 +78,10 @@ class TransferLimits:
 
     def __post_init__(self) -> None:
         # Credit comes back in halves of the window, so a frame must fit beside a half that is not yet credited.
-        if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_KV_BYTES:
-            raise ValueError(f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_KV_BYTES}")
+        if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_DEVICE_KV_BYTES:
+            raise ValueError(
+                f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_DEVICE_KV_BYTES}"
+            )
         if not 0 <= self.join_bytes <= self.max_frame_bytes:
             raise ValueError(f"layers joined up to {self.join_bytes} bytes in frames of {self.max_frame_bytes} at most")
         if self.max_frame_bytes * 2 > self.window_bytes:
@@ -155,27 +169,49 @@ FINISHED = "finished"  # the abort reason that is no failure
 
 
 class KvStore(Protocol):
-    """The part of a backend that a transport needs; both are called by transfer threads."""
+    """The part of a backend that a transport needs; both are called by transfer threads, which may write different ``heads`` of
+    the same positions at once. ``heads`` None: all of them."""
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None: ...
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None: ...
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None: ...
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None: ...
 
 
-def read_frame_kv(store: KvStore, header: Header, block_table: np.ndarray, out: memoryview) -> None:
-    """Fill ``out`` with the payload that ``header`` names, layer by layer."""
+def read_frame_kv(
+    store: KvStore, header: Header, block_table: np.ndarray, out: memoryview, heads: Heads | None = None
+) -> None:
+    """Fill ``out`` with the payload that ``header`` names, layer by layer; ``heads`` as ``Layout.heads_of`` says."""
     size = header.payload_bytes // header.layers
     for index in range(header.layers):
         part = out[index * size : (index + 1) * size]
-        store.read_kv(header.layer + index, block_table, header.first_token, header.token_count, part)
+        _move(store.read_kv, header, index, block_table, part, heads)
 
 
-def write_frame_kv(store: KvStore, header: Header, block_table: np.ndarray, data: memoryview) -> None:
+def write_frame_kv(
+    store: KvStore, header: Header, block_table: np.ndarray, data: memoryview, heads: Heads | None = None
+) -> None:
     """The inverse, for a header that was admitted."""
     size = header.payload_bytes // header.layers
     for index in range(header.layers):
         part = data[index * size : (index + 1) * size]
-        store.write_kv(header.layer + index, block_table, header.first_token, header.token_count, part)
+        _move(store.write_kv, header, index, block_table, part, heads)
+
+
+def _move(
+    call: Callable[..., None],
+    header: Header,
+    index: int,
+    block_table: np.ndarray,
+    part: memoryview,
+    heads: Heads | None,
+) -> None:
+    """Stores that have no parts of heads are never asked for one."""
+    more = () if heads is None else (heads,)
+    call(header.layer + index, block_table, header.first_token, header.token_count, part, *more)
 
 
 class Transport(Protocol):

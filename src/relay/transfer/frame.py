@@ -17,7 +17,8 @@ import msgspec
 MAGIC = b"RLKV"
 VERSION = 3
 HEADER_BYTES = 56
-MAX_KV_BYTES = 1 << 24
+MAX_KV_BYTES = 1 << 24  # of a payload that lies in host memory
+MAX_DEVICE_KV_BYTES = 1 << 28  # of one that lies in an area of a device
 MAX_CONTROL_BYTES = 1 << 16
 
 FLAG_EMPTY = 1  # on HANDOFF: the target already holds every token, no KV frame was sent
@@ -177,7 +178,9 @@ def seal_over(header: Header, payload_checksum: int, checksum: Checksum) -> byte
     return raw + _CHECKSUM.pack(checksum(raw, 0))
 
 
-def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Header, int]:
+def parse(
+    raw: bytes | bytearray | memoryview, checksum: Checksum, most_kv_bytes: int = MAX_KV_BYTES
+) -> tuple[Header, int]:
     """(header, checksum its payload must have). Everything is checked before it is used. Raises FrameError."""
     if len(raw) != HEADER_BYTES:
         raise FrameError(f"header of {len(raw)} bytes instead of {HEADER_BYTES}")
@@ -206,7 +209,7 @@ def parse(raw: bytes | bytearray | memoryview, checksum: Checksum) -> tuple[Head
     known = _KINDS.get(kind)
     if known is None:
         raise FrameError(f"unknown frame kind {kind}")
-    limit = MAX_KV_BYTES if known is Kind.KV else MAX_CONTROL_BYTES
+    limit = most_kv_bytes if known is Kind.KV else MAX_CONTROL_BYTES
     if size > limit:
         raise FrameError(f"{known.name} payload of {size} bytes is over the limit of {limit}")
     if flags & ~KNOWN_FLAGS:

@@ -170,7 +170,7 @@ class InboundLink:
     def run(self) -> None:
         """Read until the connection ends; every reception it fed fails then."""
         self._writer.start()
-        self._store.register(self._channel.region)
+        self._store.prepare(self._channel)
         reason = ""
         try:
             while True:
@@ -186,7 +186,7 @@ class InboundLink:
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
             self._writer.join()
-            self._store.unregister(self._channel.region)
+            self._store.forget(self._channel)
             self._channel.release()
 
     @property

@@ -4,11 +4,12 @@ The state machines, the frame bytes and the hello check are those of the real tr
 caller that owns the list decides what is late, lost, repeated or damaged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from relay.kernels.kv_frames import Heads
 from relay.transfer.contract import (
     Identity,
     KvStore,
@@ -89,12 +90,14 @@ class InprocTransport:
         store: KvStore,
         emit: Callable[[TransferEvent], None],
         limits: TransferLimits,
+        parts: Sequence[Heads] = (),
     ) -> None:
         self.identity = identity
         self._network = network
         self._store = store
         self._emit = emit
         self._limits = limits
+        self._parts = parts
         self._senders: dict[int, Sender] = {}
         self._tables: dict[int, np.ndarray] = {}
         self._receivers: dict[int, Receiver] = {}
@@ -114,7 +117,8 @@ class InprocTransport:
         if problem:
             self._emit(SendFailed(order.transfer, problem, False))
             return
-        sender = Sender(order, self.identity.incarnation, self.identity.layout, self._limits, self._network.now_ns)
+        layout, now_ns = self.identity.layout, self._network.now_ns
+        sender = Sender(order, self.identity.incarnation, layout, self._limits, now_ns, self._parts)
         self._senders[order.transfer] = sender
         sender.link_opened(self._network.now_ns)
         self._flush(sender)
@@ -201,7 +205,8 @@ class InprocTransport:
         if header.kind is Kind.KV:
             if receiver.admit(header, now_ns):
                 table = np.asarray(receiver.order.block_table, np.int32)
-                write_frame_kv(self._store, header, table, memoryview(parcel.payload))
+                heads = self.identity.layout.heads_of(header)
+                write_frame_kv(self._store, header, table, memoryview(parcel.payload), heads)
                 receiver.written(header, now_ns)
         else:
             receiver.receive(header, parcel.payload, now_ns)
@@ -215,7 +220,8 @@ class InprocTransport:
             if payload is None:
                 header = outgoing.header
                 raw = bytearray(header.payload_bytes)
-                read_frame_kv(self._store, header, self._tables[transfer], memoryview(raw))
+                heads = self.identity.layout.heads_of(header)
+                read_frame_kv(self._store, header, self._tables[transfer], memoryview(raw), heads)
                 payload = bytes(raw)
             self._post(sender.order.target, Outgoing(outgoing.header, payload))
         if sender.over:

@@ -23,14 +23,13 @@ from typing import Any, Protocol
 
 from relay.kernels.kv_frames import SharingFailed, Span
 from relay.transfer.channel import ChannelClosed, WireUnusable
-from relay.transfer.frame import FrameError
+from relay.transfer.frame import MAX_DEVICE_KV_BYTES, FrameError
 from relay.transfer.ring import ALIGNMENT, Placement, place
 from relay.transfer.shm import Counted, Descriptor, is_eventfd
 from relay.transfer.stream import StreamChannel
 from relay.transfer.wire import ShmWire, dial_shm
 
-AREA_BYTES = 64 << 20
-MOST_AREAS = 16
+MOST_AREAS = 8
 GRACE_S = 2.0
 _OFFER = struct.Struct("<cQ64s")  # "D", bytes of the area, its handle; or "X", 0, the reason
 _ACCEPTED, _DECLINED = b"Y", b"N"
@@ -51,7 +50,7 @@ class DeviceMemory(Protocol):
 class AreaPool:
     """D's areas: those in quarantine are given out again once their writer is proven gone."""
 
-    def __init__(self, memory: DeviceMemory, size: int = AREA_BYTES, grace_s: float = GRACE_S) -> None:
+    def __init__(self, memory: DeviceMemory, size: int, grace_s: float = GRACE_S) -> None:
         self.size = size
         self._memory = memory
         self._grace_s = grace_s
@@ -99,6 +98,7 @@ class _AreaChannel(Counted):
         super().__init__(stream, space)
         self._area = area
         self._capacity = capacity
+        self.most_kv_bytes = min(MAX_DEVICE_KV_BYTES, capacity // 4)
         self._space = space
         self._position = 0
 
@@ -277,7 +277,7 @@ class IpcWire(ShmWire):
 
     scheme = "ipc"
 
-    def __init__(self, host_identity: str, memory: DeviceMemory, area_bytes: int = AREA_BYTES) -> None:
+    def __init__(self, host_identity: str, memory: DeviceMemory, area_bytes: int) -> None:
         super().__init__(host_identity)
         self._memory = memory
         self._pool = AreaPool(memory, area_bytes)

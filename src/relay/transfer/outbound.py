@@ -7,13 +7,14 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from relay.clock import Clock
+from relay.kernels.kv_frames import Heads
 from relay.transfer.channel import Channel, ChannelClosed, read_frame, send_frame
 from relay.transfer.contract import (
     Layout,
@@ -68,6 +69,7 @@ class OutboundLink:
         checksum: Checksum,
         emit: Callable[[TransferEvent], None],
         clock: Clock,
+        parts: Sequence[Heads] = (),
     ) -> None:
         self._order = order
         self._dial = dial
@@ -78,6 +80,7 @@ class OutboundLink:
         self._checksum = checksum
         self._emit = emit
         self._clock = clock
+        self._parts = parts
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # the writer of control frames waits here
         self._bulk = threading.Condition(self._lock)  # writers of KV alone wait here
@@ -86,6 +89,7 @@ class OutboundLink:
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
         self._channels: list[Channel] = []
+        self._most_kv_bytes = limits.max_frame_bytes
         self._opened = False
         self._closed = False
         self._writer = threading.Thread(target=self._run, name=f"kv-send-{order.target}", daemon=True)
@@ -111,9 +115,9 @@ class OutboundLink:
             if self._closed:
                 return False
             now_ns = self._clock.now_ns()
-            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns)
+            sender = Sender(order, self._epoch, self._layout, self._limits, now_ns, self._parts)
             if self._opened:
-                sender.link_opened(now_ns)
+                sender.link_opened(now_ns, self._most_kv_bytes)
             self._sendings[order.transfer] = _Sending(sender)
             self._work.notify_all()
             return True
@@ -178,6 +182,7 @@ class OutboundLink:
             channels = self._dial(order)
             with self._lock:
                 self._channels = channels
+                self._most_kv_bytes = min(self._most_kv_bytes, *(channel.most_kv_bytes for channel in channels))
                 closed = self._closed
             if closed:
                 for channel in channels:
@@ -188,7 +193,7 @@ class OutboundLink:
             with self._lock:
                 self._opened = True
                 for sending in self._sendings.values():
-                    sending.sender.link_opened(self._clock.now_ns())
+                    sending.sender.link_opened(self._clock.now_ns(), self._most_kv_bytes)
             self._apart = len(channels) > 1
             picks = [self._pick] if not self._apart else [self._pick_control] + [self._pick_kv] * (len(channels) - 1)
             others = [
@@ -217,9 +222,9 @@ class OutboundLink:
 
     def _write(self, channel: Channel, pick: Pick) -> None:
         """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
-        room = max(self._limits.max_frame_bytes, MAX_CONTROL_BYTES)
+        room = max(self._most_kv_bytes, MAX_CONTROL_BYTES)
         begun: deque[_Begun] = deque()
-        self._store.register(channel.region)
+        self._store.prepare(channel)
         try:
             while True:
                 # Room comes before the pick: a picked frame's blocks may not be taken away until they are copied.
@@ -241,7 +246,7 @@ class OutboundLink:
         finally:
             for left in begun:  # a copy that still runs writes to memory that is about to go
                 self._end_copy(left)
-            self._store.unregister(channel.region)
+            self._store.forget(channel)
             channel.release()
 
     def _wake_bulk(self, count: int) -> None:

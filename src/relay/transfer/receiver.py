@@ -1,7 +1,7 @@
 """D's side of one transfer as a pure state machine: what may be written, and when everything is there.
 
-Coverage is one bit a (layer, token); a frame may hold several layers. Complete means: every bit set and the handoff received,
-in any order. A frame of another epoch or attempt, or for a transfer that is over, changes nothing.
+Coverage is one bit a (layer, token, head); a frame may hold several layers and any of their heads. Complete means: every bit
+set and the handoff received, in any order. A frame of another epoch or attempt, or for a transfer that is over, changes nothing.
 """
 
 from enum import StrEnum
@@ -68,8 +68,8 @@ class Receiver:
         self.frames_copied = 0
         self._first = min(order.first_token, order.num_tokens)
         self._count = order.num_tokens - self._first
-        self._full = (1 << self._count) - 1
-        self._covered = [0] * layout.num_layers
+        self._full = self._bits(self._count, layout.num_kv_heads)
+        self._covered = [0] * layout.num_layers  # of each, bit ``token * heads + head``, counted from the first token
         self._layers_missing = layout.num_layers if self._count else 0
         self._bytes_credited = 0
         self._replies: list[Outgoing] = []
@@ -97,12 +97,13 @@ class Receiver:
         problem = ""
         if header.layer + header.layers > self.layout.num_layers:
             problem = f"layer {header.layer + header.layers - 1} of {self.layout.num_layers}"
-        elif header.first_head != 0 or header.head_count != self.layout.num_kv_heads:
+        elif header.head_count == 0 or header.first_head + header.head_count > self.layout.num_kv_heads:
             problem = f"heads {header.first_head}+{header.head_count} of {self.layout.num_kv_heads}"
         elif header.token_count == 0 or header.first_token < self._first or last > self.order.num_tokens:
             problem = f"tokens {header.first_token}..{last - 1} outside {self._first}..{self.order.num_tokens - 1}"
-        elif header.payload_bytes != header.layers * header.token_count * self.layout.token_bytes:
-            problem = f"{header.payload_bytes} bytes for {header.token_count} tokens of {header.layers} layers"
+        elif header.payload_bytes != header.layers * header.token_count * header.head_count * self.layout.head_bytes:
+            what = f"{header.token_count} tokens of {header.layers} layers and {header.head_count} heads"
+            problem = f"{header.payload_bytes} bytes for {what}"
         if problem:
             self.abort(f"malformed KV frame: {problem}")
         return not problem
@@ -111,18 +112,25 @@ class Receiver:
         """The KV of an admitted frame is in the blocks. Nothing, if the transfer ended meanwhile."""
         if self.over:
             return
-        mask = ((1 << header.token_count) - 1) << (header.first_token - self._first)
+        first = (header.first_token - self._first) * self.layout.num_kv_heads + header.first_head
+        mask = self._bits(header.token_count, header.head_count) << first
         for layer in range(header.layer, header.layer + header.layers):
-            before = self._covered[layer]
-            self._covered[layer] = before | mask
-            if before != self._full and self._covered[layer] == self._full:
-                self._layers_missing -= 1
+            if self._covered[layer] is not self._full:
+                self._covered[layer] |= mask
+                if self._covered[layer] == self._full:
+                    self._covered[layer] = self._full  # one number for all layers: this many bits a layer are many
+                    self._layers_missing -= 1
         self.bytes_copied += header.payload_bytes
         self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)
         if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 2:
             self._credit()
         self._check_complete()
+
+    def _bits(self, tokens: int, heads: int) -> int:
+        """The first ``heads`` bits of each of ``tokens`` tokens."""
+        each = self.layout.num_kv_heads
+        return ((1 << tokens * each) - 1) // ((1 << each) - 1) * ((1 << heads) - 1)
 
     def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
         """Any frame of P but KV. Raises FrameError for a payload that is none."""

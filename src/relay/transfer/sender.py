@@ -1,14 +1,18 @@
 """P's side of one transfer as a pure state machine: what may be sent next, and when it is over.
 
 Ranges arrive per layer in ascending order and leave as frames of 512 KB to 1 MB: smaller ranges wait for more of their layer
-unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range
-of several layers. Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
+unless they reach its end. Where ``join_bytes`` asks for it a frame takes the same range of several layers, but not of so many that
+the first of them would wait for long for the last to be computed.
+Where heads lie in several places (those of ranks), each of these *parts* has frames of its own.
+Bytes in flight stay within the window; credit is cumulative, so a repeated CREDIT is harmless.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from relay.kernels.kv_frames import Heads
 from relay.transfer.contract import Layout, SendOrder, TransferLimits, TransferStats
 from relay.transfer.frame import (
     FLAG_EMPTY,
@@ -66,16 +70,35 @@ class Outgoing(NamedTuple):
     payload: bytes | None
 
 
-def frame_tokens(limits: TransferLimits, token_bytes: int) -> int:
+def frame_tokens(most_bytes: int, token_bytes: int) -> int:
     """The most tokens of a layer that one frame carries."""
-    most = limits.max_frame_bytes // token_bytes
+    most = most_bytes // token_bytes
     return max(1, most // UNIT * UNIT or most)
+
+
+class _Part:
+    """Some of the heads: how far each layer of them was sent."""
+
+    def __init__(self, heads: Heads, first: int, layout: Layout) -> None:
+        self.heads = heads
+        self.token_bytes = heads[1] * layout.head_bytes
+        self.sent = [first] * layout.num_layers
+        self.is_ready = [False] * layout.num_layers
 
 
 class Sender:
     """One transfer on P. Time comes in as an argument; nothing here blocks or does I/O."""
 
-    def __init__(self, order: SendOrder, epoch: int, layout: Layout, limits: TransferLimits, now_ns: int) -> None:
+    def __init__(
+        self,
+        order: SendOrder,
+        epoch: int,
+        layout: Layout,
+        limits: TransferLimits,
+        now_ns: int,
+        parts: Sequence[Heads] = (),
+    ) -> None:
+        """``parts``: ranges that together are all heads; none: one of them all."""
         self.order = order
         self.epoch = epoch
         self.layout = layout
@@ -88,13 +111,12 @@ class Sender:
         self._bytes_hidden = 0  # sent when the first token was drawn
         self._drawn_ns = 0
         self._ended_ns = 0
-        self._frame_tokens = frame_tokens(limits, layout.token_bytes)
+        self._most_kv_bytes = limits.max_frame_bytes
         self._first = min(order.first_token, order.num_tokens)
         self._written = [self._first] * layout.num_layers  # positions before are in the blocks
-        self._sent = [self._first] * layout.num_layers
-        self._layers_unsent = layout.num_layers if self._first < order.num_tokens else 0
-        self._ready: deque[int] = deque()
-        self._is_ready = [False] * layout.num_layers
+        self._parts = [_Part(heads, self._first, layout) for heads in parts or ((0, layout.num_kv_heads),)]
+        self._layers_unsent = layout.num_layers * len(self._parts) if self._first < order.num_tokens else 0
+        self._ready: deque[tuple[_Part, int]] = deque()
         self._bytes_credited = 0
         self._handoff: Handoff | None = None
         self._abort_due = False
@@ -121,13 +143,15 @@ class Sender:
             self.abort(f"layer {layer}: positions {self._written[layer]}..{first - 1} were never announced")
         elif end > self._written[layer]:
             self._written[layer] = end
-            self._mark_ready(layer)
+            for part in self._parts:
+                self._mark_ready(part, layer)
 
     def forget_unsent(self) -> None:
         """What was announced and not yet sent is gone; it will be announced again."""
-        self._written = list(self._sent)
+        self._written = [min(ends) for ends in zip(*(part.sent for part in self._parts), strict=True)]
         self._ready.clear()
-        self._is_ready = [False] * self.layout.num_layers
+        for part in self._parts:
+            part.is_ready = [False] * self.layout.num_layers
 
     def stats(self, scheme: str) -> TransferStats:
         """Of an acknowledged transfer."""
@@ -206,47 +230,49 @@ class Sender:
             self._abort_due = True
         self._probe_due = self._probe_due or verdict.probe
 
-    def link_opened(self, now_ns: int) -> None:
-        """The first frame may go: tell D at once that P is there, even if the prompt waits in a queue."""
+    def link_opened(self, now_ns: int, most_kv_bytes: int | None = None) -> None:
+        """The first frame may go, with so much KV at most: tell D at once that P is there, even if the prompt waits in a queue."""
+        if most_kv_bytes is not None:
+            self._most_kv_bytes = min(self.limits.max_frame_bytes, most_kv_bytes)
         self.watchdog.restart(now_ns)
         self._probe_due = True
 
-    def _mark_ready(self, layer: int) -> None:
-        pending = self._written[layer] - self._sent[layer]
-        whole = pending * self.layout.token_bytes >= self.limits.min_frame_bytes
+    def _mark_ready(self, part: _Part, layer: int) -> None:
+        pending = self._written[layer] - part.sent[layer]
+        whole = pending * part.token_bytes >= self.limits.min_frame_bytes
         last = self._written[layer] == self.order.num_tokens
-        if pending > 0 and (whole or last) and not self._is_ready[layer]:
-            self._is_ready[layer] = True
-            self._ready.append(layer)
+        if pending > 0 and (whole or last) and not part.is_ready[layer]:
+            part.is_ready[layer] = True
+            self._ready.append((part, layer))
 
     def _next_kv(self) -> Outgoing | None:
-        layer = self._ready[0]
-        first = self._sent[layer]
+        part, layer = self._ready[0]
+        first = part.sent[layer]
         pending = self._written[layer] - first
-        frames = -(-pending // self._frame_tokens)
-        count = min(pending, self._frame_tokens, -(-pending // frames // UNIT) * UNIT)
-        layers = self._joined(layer, first, count)
-        size = layers * count * self.layout.token_bytes
+        most = frame_tokens(self._most_kv_bytes, part.token_bytes)
+        frames = -(-pending // most)
+        count = min(pending, most, -(-pending // frames // UNIT) * UNIT)
+        layers = self._joined(part, layer, first, count)
+        size = layers * count * part.token_bytes
         in_flight = self.bytes_sent - self._bytes_credited
         if not layers or (in_flight > 0 and in_flight + size > self.limits.window_bytes):
             return None
         self.bytes_sent += size
         self.frames_sent += 1
         for sent in range(layer, layer + layers):
-            self._sent[sent] = first + count
+            part.sent[sent] = first + count
             self._layers_unsent -= first + count == self.order.num_tokens
-            if self._is_ready[sent]:
-                self._ready.remove(sent)
-                self._is_ready[sent] = False
-            self._mark_ready(sent)
+            if part.is_ready[sent]:
+                self._ready.remove((part, sent))
+                part.is_ready[sent] = False
+            self._mark_ready(part, sent)
         header = Header(
             Kind.KV,
             self.order.transfer,
             self.epoch,
             self.order.attempt,
             layer,
-            0,
-            self.layout.num_kv_heads,
+            *part.heads,
             first,
             count,
             0,
@@ -255,17 +281,19 @@ class Sender:
         )
         return Outgoing(header, None)
 
-    def _joined(self, layer: int, first: int, count: int) -> int:
+    def _joined(self, part: _Part, layer: int, first: int, count: int) -> int:
         """How many layers from ``layer`` on go into one frame; 0: the step that wrote this one is about to write more of them."""
         if not self.limits.join_bytes:
             return 1
-        each = count * self.layout.token_bytes
-        most = max(1, min(self.limits.max_frame_bytes // each, self.layout.num_layers - layer))
+        each = count * part.token_bytes
+        joined = min(self.limits.join_bytes, self._most_kv_bytes)
+        limit = joined if self._handoff is None else self._most_kv_bytes
+        most = max(1, min(limit // each, self.layout.num_layers - layer))
         layers, end = 1, first + count
-        while layers < most and self._sent[layer + layers] == first and self._written[layer + layers] >= end:
+        while layers < most and part.sent[layer + layers] == first and self._written[layer + layers] >= end:
             layers += 1
         to_come = layers < most and self._written[layer + layers] < end
-        return 0 if to_come and layers * each < self.limits.join_bytes else layers
+        return 0 if to_come and layers * each < joined else layers
 
     def _control(self, kind: Kind, payload: bytes, first: int = 0, count: int = 0, flags: int = 0) -> Outgoing:
         header = Header(

@@ -16,7 +16,7 @@ import socket
 import time
 from collections import deque
 
-from relay.transfer.channel import ChannelClosed
+from relay.transfer.channel import Allocate, ChannelClosed
 from relay.transfer.frame import FrameError
 from relay.transfer.ring import (
     ALIGNMENT,
@@ -32,6 +32,7 @@ from relay.transfer.stream import StreamChannel
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 STALL_S = 3.0  # as TCP_USER_TIMEOUT: a peer that takes nothing from a full ring for so long is gone
+MOST_KV_BYTES = 8 << 20  # in one frame: many are under way at once
 _EVENTFD = "anon_inode:[eventfd]"
 
 
@@ -97,6 +98,9 @@ class Counted:
         self._poll.register(counter.number, select.POLLIN)
         self._poll.register(self._socket.number, select.POLLRDHUP)
 
+    def lend(self, allocate: Allocate) -> None:
+        """KV lies in memory that both ends have."""
+
     @property
     def _patience_s(self) -> float:
         """For a peer that gives nothing back."""
@@ -137,6 +141,7 @@ class _RingChannel(Counted):
         self._position = 0
         self._number = 0
         self.region: memoryview | None = ring.bytes
+        self.most_kv_bytes = min(MOST_KV_BYTES, ring.capacity // 4)
 
     def release(self) -> None:
         """Mapped memory goes with its last user."""

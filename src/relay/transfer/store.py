@@ -5,8 +5,9 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from relay.kernels.kv_frames import KvRange, Place, Span, payload_digest
-from relay.transfer.contract import KvStore, read_frame_kv, write_frame_kv
+from relay.kernels.kv_frames import Heads, KvRange, Place, Span, payload_digest
+from relay.transfer.channel import Channel
+from relay.transfer.contract import KvStore, Layout, read_frame_kv, write_frame_kv
 from relay.transfer.frame import FLAG_DIGEST, Checksum, Header
 
 
@@ -45,6 +46,10 @@ class StagedStore(Protocol):
 
     def unregister(self, region: memoryview) -> None: ...
 
+    def allocate(self, size: int) -> memoryview:
+        """Pinned memory to copy from and to, as long as it is referenced."""
+        ...
+
     def stage(self, one: KvRange, out: Place) -> Copying: ...
 
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Copying: ...
@@ -77,44 +82,51 @@ class Arrived(NamedTuple):
 class ChecksummedStore:
     """Reads and writes KV together with its checksum."""
 
-    def __init__(self, store: KvStore, checksum: Checksum) -> None:
+    def __init__(self, store: KvStore, layout: Layout, checksum: Checksum) -> None:
         fused = hasattr(store, "read_kv_crc") and hasattr(store, "write_kv_crc")
         staged = hasattr(store, "stage") and hasattr(store, "collect")
         self._store = store
+        self._layout = layout
         self._fused = cast(FusedStore, store) if fused else None
         self._staged = cast(StagedStore, store) if staged else None
         self._checksum = checksum
+        self.parts: tuple[Heads, ...] = getattr(store, "kv_parts", ())
+        """Ranges of heads that lie together where KV is read from: each frame is to have heads of one. None: all do."""
 
     @property
     def depth(self) -> int:
         """Frames worth having under way at once: one where copying is done by the calling thread itself."""
         return 1 if self._staged is None else max(1, self._staged.stage_depth)
 
-    def register(self, region: memoryview | None) -> None:
-        """Shared memory that frames will be copied from or to."""
-        if self._staged is not None and region is not None:
-            self._staged.register(region)
+    def prepare(self, channel: Channel) -> None:
+        """Frames will be copied from or to memory of ``channel``."""
+        if self._staged is not None:
+            channel.lend(self._staged.allocate)
+            if channel.region is not None:
+                self._staged.register(channel.region)
 
-    def unregister(self, region: memoryview | None) -> None:
-        if self._staged is not None and region is not None:
-            self._staged.unregister(region)
+    def forget(self, channel: Channel) -> None:
+        """None is copied any more."""
+        if self._staged is not None and channel.region is not None:
+            self._staged.unregister(channel.region)
 
     def read(self, header: Header, block_table: np.ndarray, out: Place) -> Reading:
         """Begin to fill ``out`` with the payload that ``header`` names."""
         if self._staged is not None:
-            return Reading(0, self._staged.stage(_range(header, block_table), out))
+            return Reading(0, self._staged.stage(self._range(header, block_table), out))
         assert isinstance(out, memoryview), "only a device reads into a device's memory"
-        if self._fused is not None and header.layers == 1:
+        heads = self._layout.heads_of(header)
+        if self._fused is not None and header.layers == 1 and heads is None:
             value = self._fused.read_kv_crc(header.layer, block_table, header.first_token, header.token_count, out)
         else:
-            read_frame_kv(self._store, header, block_table, out)
+            read_frame_kv(self._store, header, block_table, out, heads)
             value = self._checksum(out, 0)
         return Reading(value, None)
 
     def write(self, frames: Sequence[Arrived]) -> list[str]:
         """Fill the blocks: what is wrong with each frame, or an empty string. The blocks of a damaged one must not be used."""
         if self._staged is not None and all(frame.header.flags & FLAG_DIGEST for frame in frames):
-            ranges = [(_range(frame.header, frame.block_table), frame.payload) for frame in frames]
+            ranges = [(self._range(frame.header, frame.block_table), frame.payload) for frame in frames]
             found = self._staged.collect(ranges).wait()
             return [_problem(actual, frame.expected) for actual, frame in zip(found, frames, strict=True)]
         return [self._write(frame) for frame in frames]
@@ -123,20 +135,21 @@ class ChecksummedStore:
         header, table, data, expected = frame
         if isinstance(data, Span):
             return "its payload lies on a device, this engine has none"
+        heads = self._layout.heads_of(header)
         if header.flags & FLAG_DIGEST:
             actual = payload_digest(data)
-        elif self._fused is not None and header.layers == 1:
+        elif self._fused is not None and header.layers == 1 and heads is None:
             actual = self._fused.write_kv_crc(header.layer, table, header.first_token, header.token_count, data)
             return _problem(actual, expected)
         else:
             actual = self._checksum(data, 0)
         if actual == expected:
-            write_frame_kv(self._store, header, table, data)
+            write_frame_kv(self._store, header, table, data, heads)
         return _problem(actual, expected)
 
-
-def _range(header: Header, block_table: np.ndarray) -> KvRange:
-    return KvRange(header.layer, header.layers, header.first_token, header.token_count, block_table)
+    def _range(self, header: Header, block_table: np.ndarray) -> KvRange:
+        heads = self._layout.heads_of(header)
+        return KvRange(header.layer, header.layers, header.first_token, header.token_count, block_table, heads)
 
 
 def _problem(actual: int, expected: int) -> str:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import deque
 
-from relay.transfer.channel import ChannelClosed
+from relay.transfer.channel import Allocate, ChannelClosed
 from relay.transfer.frame import HEADER_BYTES
 
 
@@ -14,12 +14,14 @@ class StreamChannel:
     """A connected socket as a ``Channel``. Buffers grow to the largest payload and are used again."""
 
     region: memoryview | None = None
+    most_kv_bytes = 4 << 20  # larger ones leave D idle while they come
 
     def __init__(self, sock: socket.socket, peer: str, scheme: str) -> None:
         self.peer = peer
         self.scheme = scheme
         self.socket = sock
         self.address = ""  # that was dialled, where it matters
+        self._allocate: Allocate = _ordinary
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._timeout_s: float | None = None
         self._received = memoryview(bytearray(1 << 12))
@@ -27,6 +29,10 @@ class StreamChannel:
         self._reserved: deque[tuple[memoryview, int]] = deque()
         self._held: deque[memoryview] = deque()
         self._spare: list[memoryview] = []
+
+    def lend(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._free.clear()  # what the hello was written to
 
     def await_room(self, size: int) -> None:
         """``commit`` waits for the socket, nothing else does."""
@@ -37,7 +43,7 @@ class StreamChannel:
     def reserve(self, size: int) -> memoryview:
         buffer = self._free.pop() if self._free else memoryview(bytearray())
         if size > len(buffer):
-            buffer = memoryview(bytearray(max(size, 1 << 12)))
+            buffer = self._allocate(max(size, 1 << 12))
         self._reserved.append((buffer, size))
         return buffer[:size]
 
@@ -72,7 +78,7 @@ class StreamChannel:
     def receive_kv(self, size: int) -> memoryview:
         buffer = self._spare.pop() if self._spare else memoryview(bytearray())
         if size > len(buffer):
-            buffer = memoryview(bytearray(size))
+            buffer = self._allocate(size)
         self._held.append(buffer)
         self._receive_into(buffer[:size], " in the middle of a frame")
         return buffer[:size]
@@ -130,3 +136,7 @@ class StreamChannel:
                 received += count
         except OSError as error:
             raise ChannelClosed(f"{self.peer}: {error}") from error
+
+
+def _ordinary(size: int) -> memoryview:
+    return memoryview(bytearray(size))

@@ -46,7 +46,7 @@ class WiredTransport:
         clock: Clock | None = None,
     ) -> None:
         self._identity = identity
-        self._store = ChecksummedStore(store, checksum)
+        self._store = ChecksummedStore(store, identity.layout, checksum)
         self._wires = list(wires)
         self._emit = emit
         self._limits = limits or TransferLimits()
@@ -81,6 +81,7 @@ class WiredTransport:
                     self._checksum,
                     self._report,
                     self._clock,
+                    self._store.parts,
                 )
             self._link_of[order.transfer] = link
         if not link.open(order):  # it ended since it was looked up

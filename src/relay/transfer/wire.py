@@ -209,7 +209,7 @@ def open_wires(
     first: Sequence[Wire] = (),
 ) -> list[Wire]:
     """The wires of ``--transport``, best first, after ``first``. "shm" has no way to an engine on another host, and does not
-    pretend to; "ipc" is a first one with both others behind it.
+    pretend to.
 
     "nixl" is offered alone, so that no KV goes another way unnoticed. Raises UsageError where it is not installed.
     """

@@ -36,8 +36,8 @@ class Flow:
 
 
 def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
-    """What "ipc" puts before the other wires. Raises UsageError where the driver is not there."""
-    if spec.transport != "ipc" or spec.backend != "cuda":
+    """CUDA IPC, which goes before the other wires. Raises UsageError where it was asked for by name and cannot be."""
+    if spec.transport not in ("auto", "ipc") or spec.backend != "cuda" or (spec.ranks > 1 and spec.transport == "auto"):
         return []
     if spec.ranks > 1:
         raise UsageError(
@@ -47,15 +47,25 @@ def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
     from relay.transfer.ipc import IpcWire
 
     try:
-        return [IpcWire(host_identity, DeviceMemory(spec.device))]
+        memory = DeviceMemory(spec.device)
+        return [IpcWire(host_identity, memory, area_bytes(memory.total_bytes()))]
     except SharingFailed as error:
-        raise UsageError(f"--transport ipc: {error}") from error
+        if spec.transport == "ipc":
+            raise UsageError(f"--transport ipc: {error}") from error
+        print(f"KV goes through host memory: {error}", file=sys.stderr, flush=True)
+        return []
+
+
+def area_bytes(total: int) -> int:
+    """Of the memory that one connection over CUDA IPC gets on a device of ``total`` bytes: 512 MiB on the largest."""
+    return max(64 << 20, min(512 << 20, total // 256)) >> 21 << 21
 
 
 def flow_of(backend: str) -> Flow:
-    """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once."""
+    """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once. A
+    layer of 2,048 tokens (8 MiB in Llama's 8B) is a frame of its own, shorter ranges are joined to as much."""
     if backend == "cuda":
-        return Flow(48 << 20, TransferLimits(max_frame_bytes=4 << 20, window_bytes=32 << 20, join_bytes=2 << 20))
+        return Flow(64 << 20, TransferLimits(max_frame_bytes=128 << 20, window_bytes=384 << 20, join_bytes=8 << 20))
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 

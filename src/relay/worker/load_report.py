@@ -47,6 +47,6 @@ class LoadReport:
 
 
 def report_for(worker: str, pack_path: str, device: str) -> LoadReport:
-    """Of the matrices in the pack at ``pack_path``."""
-    total = sum(entry.num_bytes for entry in Pack(Path(pack_path)).header.entries if entry.kind == "matrix")
+    """Of the matrices of the pack at ``pack_path``."""
+    total = sum(rows.num_bytes for rows in Pack(Path(pack_path)).matrices())
     return LoadReport(f"{worker}: weights to {device}", total)

@@ -1,7 +1,8 @@
-"""One copy of the weights for all engines of a GPU: ``python -m relay.worker.weights_process --spec FILE_OR_JSON``.
+"""One copy of the weights for all engines of a GPU: ``python -m relay.worker.weights_process --spec FILE_OR_JSON
+[--launcher PID]``.
 
 Loads the weights of the spec's pack onto its device, hands them out over ``weights_socket``, computes nothing. It ends when nobody
-has used them for a while; if it ends before, its engines end too and are started again.
+has used them for a while, or with ``--launcher``; if it ends before, its engines end too and are started again.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from relay.errors import CorruptModelError, RelayError
+from relay.errors import CorruptModelError, RelayError, StartupError
+from relay.worker.host import die_with_parent
 from relay.worker.load_report import report_for
 from relay.worker.spec import WorkerSpec, decode_spec
 from relay.worker.weights_link import listen, same_user, send_message
@@ -26,9 +28,13 @@ UNUSED_S = 10.0
 def main() -> None:
     parser = argparse.ArgumentParser(prog="relay-weights")
     parser.add_argument("--spec", required=True, help="WorkerSpec as JSON, or the path of a file holding it")
+    parser.add_argument("--launcher", type=int, default=0, help="end with this parent process")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
     try:
-        spec = decode_spec(parser.parse_args().spec)
+        arguments = parser.parse_args()
+        if arguments.launcher and not die_with_parent(arguments.launcher):
+            raise StartupError("the launcher ended before the holder of its weights started")
+        spec = decode_spec(arguments.spec)
         serve(listen(spec.weights_socket), lambda: _load(spec))
         status, reason = 0, ""
     except RelayError as error:

@@ -13,6 +13,7 @@ from relay.kernels.cpu import library, records
 from relay.kernels.cpu.memory import address, reserve
 from relay.kernels.cpu.programs import BoundProgram, bind_program
 from relay.kernels.cpu.sampler import CSampler
+from relay.kernels.kv_frames import Heads
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Geometry, Program
 from relay.kernels.sampler import SlotState
@@ -196,24 +197,32 @@ class CpuBackend:
         """See ``Backend.kv_bytes_per_token_layer``."""
         return 2 * self._loaded().program.geometry.kv_width * _KV_BYTES[self._kv_dtype]
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
         """See ``Backend.read_kv``."""
-        self.read_kv_crc(layer, block_table, first, count, out)
+        self.read_kv_crc(layer, block_table, first, count, out, heads)
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
         """See ``Backend.write_kv``."""
-        self.write_kv_crc(layer, block_table, first, count, data)
+        self.write_kv_crc(layer, block_table, first, count, data, heads)
 
-    def read_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> int:
+    def read_kv_crc(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> int:
         """``read_kv`` that also returns the CRC32C of the bytes, in the same pass."""
         if out.readonly:
             raise ValueError("out is read-only")
-        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, out)
+        return self._move_kv(self._library.relay_read_kv, layer, block_table, first, count, out, heads)
 
-    def write_kv_crc(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> int:
+    def write_kv_crc(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> int:
         """``write_kv`` that also returns the CRC32C of the bytes, in the same pass. The caller compares it before it lets
         anyone read the blocks."""
-        return self._move_kv(self._library.relay_write_kv, layer, block_table, first, count, data)
+        return self._move_kv(self._library.relay_write_kv, layer, block_table, first, count, data, heads)
 
     def _move_kv(
         self,
@@ -223,10 +232,12 @@ class CpuBackend:
         first: int,
         count: int,
         data: memoryview,
+        heads: Heads | None,
     ) -> int:
         geometry = self._loaded().program.geometry
+        first_head, num_heads = heads or (0, geometry.num_kv_heads)
         table = np.ascontiguousarray(block_table, dtype=np.int32)
-        size = count * self.kv_bytes_per_token_layer()
+        size = count * num_heads * (self.kv_bytes_per_token_layer() // geometry.num_kv_heads)
         if data.nbytes != size:
             raise ValueError(f"{count} tokens take {size} bytes, not {data.nbytes}")
         if not 0 <= layer < geometry.num_layers or first < 0 or count < 0:
@@ -234,8 +245,9 @@ class CpuBackend:
         if first + count > len(table) * self._model.block_size:
             raise ValueError(records.ERRORS[3])
         crc = ctypes.c_uint32()
+        model, blocks = ctypes.addressof(self._model), address(table)
         status = function(
-            ctypes.addressof(self._model), layer, address(table), first, count, address(data), ctypes.addressof(crc)
+            model, layer, first_head, num_heads, blocks, first, count, address(data), ctypes.addressof(crc)
         )
         if status:
             raise ValueError(records.ERRORS[status])

@@ -1,6 +1,6 @@
 /* The paged cache seen from outside: canonical bytes in and out, block copies, CRC32C.
  *
- * Canonical order of a layer: K then V of the positions, each [token][kv_head][dim] in the cache's dtype. Bytes move in pieces of at
+ * Canonical order of a layer: K then V of the positions, each [token][kv_head][dim] in the cache's dtype, of a range of heads. Bytes move in pieces of at
  * most one unit, small enough that the CRC and the copy share them in the first-level cache. On the way in a piece is first fetched
  * into private memory: `data` may be shared with another process, and what is checked must be what is written. From there it goes
  * past the caches: a line written whole needs no fetching, and D reads it once, at its first step. */
@@ -41,11 +41,11 @@ static int move_unit(const model_t *model, uint8_t *cache, uint8_t *bytes, int64
     }
 
 /* K of positions `offset`.. of one block, all in one unit, between the cache and rows `width` apart. */
-static void move_keys(const model_t *model, int layer, int64_t block, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
+static void move_keys(const model_t *model, int layer, int64_t block, int first_head, int heads, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
 {
     const int64_t element = kv_element(model), head = model->head_dim * element;
-    uint8_t *cache = kv_keys(model, block, layer) + offset / UNIT * UNIT * head;
-    for (int h = 0; h < model->kv_heads; h++, cache += model->block_size * head, bytes += head) {
+    uint8_t *cache = kv_keys(model, block, layer) + first_head * model->block_size * head + offset / UNIT * UNIT * head;
+    for (int h = 0; h < heads; h++, cache += model->block_size * head, bytes += head) {
         if (count == UNIT && move_unit(model, cache, bytes, width, to_cache)) continue;
         for (int64_t i = 0; i < count; i++) {
             uint8_t *column = cache + (offset + i) % UNIT * element, *row = bytes + i * width;
@@ -71,11 +71,11 @@ static inline void copy_past(uint8_t *to, const uint8_t *from, size_t size)
     memcpy(to, from, size);
 }
 
-static void move_values(const model_t *model, int layer, int64_t block, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
+static void move_values(const model_t *model, int layer, int64_t block, int first_head, int heads, int64_t offset, int64_t count, uint8_t *bytes, int64_t width, int to_cache)
 {
     const size_t head = (size_t)(model->head_dim * kv_element(model));
-    uint8_t *cache = kv_values(model, block, layer) + offset * (int64_t)head;
-    for (int h = 0; h < model->kv_heads; h++, cache += model->block_size * (int64_t)head, bytes += head)
+    uint8_t *cache = kv_values(model, block, layer) + (first_head * (int64_t)model->block_size + offset) * (int64_t)head;
+    for (int h = 0; h < heads; h++, cache += model->block_size * (int64_t)head, bytes += head)
         for (int64_t i = 0; i < count; i++) {
             uint8_t *there = cache + i * (int64_t)head, *row = bytes + i * width;
             if (to_cache) copy_past(there, row, head);
@@ -83,15 +83,15 @@ static void move_values(const model_t *model, int layer, int64_t block, int64_t 
         }
 }
 
-static int move(const model_t *model, int layer, const int32_t *table, int64_t first, int64_t count, uint8_t *data, int to_cache, uint32_t *crc)
+static int move(const model_t *model, int layer, int first_head, int heads, const int32_t *table, int64_t first, int64_t count, uint8_t *data, int to_cache, uint32_t *crc)
 {
     uint8_t piece[PIECE_BYTES];
-    const int64_t width = (int64_t)model->kv_heads * model->head_dim * kv_element(model), end = first + count;
+    const int64_t width = (int64_t)heads * model->head_dim * kv_element(model), end = first + count;
     for (int64_t position = first; position < end; position++) {
         const int32_t block = table[position / model->block_size];
         if (block < 0 || block >= model->num_blocks) return ERR_BLOCK;
     }
-    if (width > PIECE_BYTES) return ERR_SHAPE;
+    if (first_head < 0 || heads < 1 || first_head > model->kv_heads - heads || width > PIECE_BYTES) return ERR_SHAPE;
     const int64_t most = PIECE_BYTES / width;
     uint32_t running = 0;
     for (int values = 0; values < 2; values++)
@@ -106,7 +106,7 @@ static int move(const model_t *model, int layer, const int32_t *table, int64_t f
                 bytes = piece;
                 running = relay_crc32c_copy(running, piece, data, size);
             }
-            (values ? move_values : move_keys)(model, layer, table[position / model->block_size], offset, some, bytes, width, to_cache);
+            (values ? move_values : move_keys)(model, layer, table[position / model->block_size], first_head, heads, offset, some, bytes, width, to_cache);
             if (!to_cache) running = relay_crc32c(running, data, size);
         }
 #if defined(__SSE2__)
@@ -116,14 +116,14 @@ static int move(const model_t *model, int layer, const int32_t *table, int64_t f
     return OK;
 }
 
-int relay_read_kv(const model_t *model, int layer, const int32_t *table, int64_t first, int64_t count, uint8_t *out, uint32_t *crc)
+int relay_read_kv(const model_t *model, int layer, int first_head, int heads, const int32_t *table, int64_t first, int64_t count, uint8_t *out, uint32_t *crc)
 {
-    return move(model, layer, table, first, count, out, 0, crc);
+    return move(model, layer, first_head, heads, table, first, count, out, 0, crc);
 }
 
-int relay_write_kv(const model_t *model, int layer, const int32_t *table, int64_t first, int64_t count, const uint8_t *data, uint32_t *crc)
+int relay_write_kv(const model_t *model, int layer, int first_head, int heads, const int32_t *table, int64_t first, int64_t count, const uint8_t *data, uint32_t *crc)
 {
-    return move(model, layer, table, first, count, (uint8_t *)data, 1, crc);
+    return move(model, layer, first_head, heads, table, first, count, (uint8_t *)data, 1, crc);
 }
 
 void relay_copy_block(const model_t *model, int64_t source, int64_t target)

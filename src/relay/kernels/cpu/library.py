@@ -55,8 +55,12 @@ def load(isa: str) -> ctypes.CDLL:
     _declare(library, "relay_exp2", None, c_void_p, c_void_p, c_int64)
     _declare(library, "relay_sizeof", c_size_t, c_int)
     _declare(library, "relay_crc32c", c_uint32, c_uint32, c_void_p, c_size_t)
-    _declare(library, "relay_read_kv", c_int, c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-    _declare(library, "relay_write_kv", c_int, c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+    _declare(
+        library, "relay_read_kv", c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p
+    )
+    _declare(
+        library, "relay_write_kv", c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p
+    )
     _declare(library, "relay_copy_block", None, c_void_p, c_int64, c_int64)
     _declare(library, "pool_create", c_void_p, c_int)
     _declare(library, "pool_destroy", None, c_void_p)

@@ -33,7 +33,7 @@ from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
 from relay.kernels.cuda.weights import TYPES, HeldWeights, Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
-from relay.kernels.kv_frames import KvRange, Place
+from relay.kernels.kv_frames import Heads, KvRange, Place
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import Buffer, Linear, Program
 from relay.kernels.ranks.split import Meeting
@@ -321,6 +321,11 @@ class CudaBackend:
         self._transfers.unregister(region)
 
     @device_errors()
+    def allocate(self, size: int) -> memoryview:
+        """Pinned host memory for frames, as long as it is referenced."""
+        return self._transfers.allocate(size)
+
+    @device_errors()
     def stage(self, one: KvRange, out: Place) -> Moving:
         """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
         assert self._device.kv is not None
@@ -332,11 +337,15 @@ class CudaBackend:
         assert self._device.kv is not None
         return self._transfers.collect(self._device.kv, frames)
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self.stage(KvRange(layer, 1, first, count, block_table), out).wait()
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
+        self.stage(KvRange(layer, 1, first, count, block_table, heads), out).wait()
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self.collect([(KvRange(layer, 1, first, count, block_table), data)]).wait()
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
+        self.collect([(KvRange(layer, 1, first, count, block_table, heads), data)]).wait()
 
     @device_errors()
     def copy_block(self, source: int, target: int) -> None:

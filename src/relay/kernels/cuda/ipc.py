@@ -61,6 +61,12 @@ class DeviceMemory:
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), size)
         return DeviceArea(pointer.value, size, opened=False)
 
+    def total_bytes(self) -> int:
+        """Of the device. Raises SharingFailed."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return total.value
+
     def handle(self, area: DeviceArea) -> bytes:
         """What names ``area`` in other processes of this machine. Raises SharingFailed."""
         handle = _Handle()

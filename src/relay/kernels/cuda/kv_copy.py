@@ -8,6 +8,7 @@ frames that have come are scattered by one. So a device that two processes share
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,12 +20,61 @@ from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import KvRange, Place, Span, folded
 
 FRAMES = 12  # pinned buffers of a thread for frames out of memory that is not pinned
-PLANS = 24  # and for plans
+PLANS = 24  # and buffers for plans
+PLAN_WORDS = 1 << 12  # of such a buffer, at least
 
 
 def pinned(size: int) -> torch.Tensor:
     """uint8 [size] of pinned host memory, its contents undefined."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class _Sums:
+    """Digests of a launch's frames, in pinned memory that another launch will use: to be read once the copy there has ended."""
+
+    def __init__(self, where: torch.Tensor) -> None:
+        self._where: torch.Tensor | None = where
+        self._values: list[int] = []
+
+    def read(self) -> list[int]:
+        if self._where is not None:
+            self._values, self._where = self._where.tolist(), None
+        return self._values
+
+
+class _PlanBuffer:
+    """Memory for a plan here and on the device. Its first words come back as the sums."""
+
+    def __init__(self, device: str, words: int) -> None:
+        self.host = pinned(4 * words).view(torch.int32)
+        self.array = self.host.numpy()
+        self.device = torch.empty(words, dtype=torch.int32, device=device)
+        self.event: torch.cuda.Event | None = None
+        self.sums: _Sums | None = None
+
+
+class _PlanBuffers:
+    """Used in turn, each again when its last launch has ended."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._buffers: list[_PlanBuffer] = []
+        self._next = 0
+
+    def take(self, words: int) -> _PlanBuffer:
+        """One of at least ``words``."""
+        if len(self._buffers) < PLANS:
+            self._buffers.append(_PlanBuffer(self._device, max(words, PLAN_WORDS)))
+            return self._buffers[-1]
+        index = self._next
+        self._next = (index + 1) % PLANS
+        buffer = self._buffers[index]
+        if buffer.event is not None and buffer.sums is not None:
+            buffer.event.synchronize()
+            buffer.sums.read()
+        if len(buffer.array) < words:
+            buffer = self._buffers[index] = _PlanBuffer(self._device, words)
+        return buffer
 
 
 class Moving:
@@ -33,7 +83,7 @@ class Moving:
     def __init__(
         self,
         event: torch.cuda.Event,
-        sums: list[tuple[list[int], torch.Tensor]],
+        sums: list[tuple[list[int], _Sums]],
         host: torch.Tensor | None = None,
         out: memoryview | None = None,
     ) -> None:
@@ -49,7 +99,7 @@ class Moving:
         found = {
             frame: folded(total & 0xFFFFFFFFFFFFFFFF)
             for frames, totals in self._sums
-            for frame, total in zip(frames, totals.tolist(), strict=True)
+            for frame, total in zip(frames, totals.read(), strict=True)
         }
         return [found[frame] for frame in range(len(found))]
 
@@ -87,9 +137,11 @@ class _Lane:
     def __init__(self, device: str, number: int) -> None:
         torch.cuda.set_device(device)
         self.number = number
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # first where a multiprocessor is free: prompts take all of them
         self.frames = _Slots(FRAMES, 1 << 20)
-        self.plans = _Slots(PLANS, 1 << 14)
+        self.plans = _PlanBuffers(device)
 
 
 class KvTransfers:
@@ -121,15 +173,19 @@ class KvTransfers:
         if known:
             torch.cuda.cudart().cudaHostUnregister(address)
 
+    def allocate(self, size: int) -> memoryview:
+        """Pinned memory that copies may go to, as long as it is referenced."""
+        values = pinned(size).numpy()
+        address = values.ctypes.data
+        with self._lock:
+            self._regions[address] = size
+        weakref.finalize(values, self._regions.pop, address, None)
+        return memoryview(values)
+
     def stage(self, kv: torch.Tensor, one: KvRange, out: Place, events: LayerEvents) -> Moving:
         """Begin to copy the frame into ``out``, once its layers are written."""
         lane = self._lane()
-        waits = [
-            event
-            for layer in range(one.layer, one.layer + one.layers)
-            for event in events.of(layer, one.block_table, one.first, one.count)
-        ]
-        for written in {id(event): event for event in waits}.values():
+        for written in events.of(one.layer, one.block_table, one.first, one.count, one.layers):
             lane.stream.wait_event(written)
         self._follow(lane)
         with torch.cuda.stream(lane.stream):
@@ -159,7 +215,7 @@ class KvTransfers:
             else:
                 hosts.append((number, place))
         launches = list(spans.values())
-        sums: list[tuple[list[int], torch.Tensor]] = []
+        sums: list[tuple[list[int], _Sums]] = []
         with torch.cuda.stream(lane.stream):
             buffers: list[int] = []
             if hosts:
@@ -214,21 +270,23 @@ class KvTransfers:
         *,
         store: bool,
         target: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """One launch, and the copy of ``flat`` to ``target`` after it: where the sums will be on the host, and the event behind."""
-        plan = Plan(ranges, offsets, kv.shape[4])
-        buffer, index = lane.plans.take(4 * len(plan.words))
-        host = buffer[: 4 * len(plan.words)].view(torch.int32)
-        host.numpy()[:] = plan.words
-        sums = move(kv, flat, plan, host.to(self._device, non_blocking=True, copy=True), store=store)
+    ) -> tuple[_Sums, torch.cuda.Event]:
+        """One launch, and the copy of ``flat`` to ``target`` after it: what the sums will be, and the event behind."""
+        plan = Plan(ranges, offsets, kv.shape[4], kv.shape[3])
+        size = len(plan.words)
+        buffer = lane.plans.take(size)
+        buffer.array[:size] = plan.words
+        words = buffer.device[:size]
+        words.copy_(buffer.host[:size], non_blocking=True)
+        totals = move(kv, flat, plan, words, store=store)
         if target is not None:
             target.copy_(flat, non_blocking=True)
-        answer = pinned(8 * plan.frames).view(torch.int64)
-        answer.copy_(sums, non_blocking=True)
+        answer = buffer.host[: 2 * plan.frames].view(torch.int64)
+        answer.copy_(totals, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record()
-        lane.plans.used(index, event)
-        return answer, event
+        buffer.event, buffer.sums = event, _Sums(answer)
+        return buffer.sums, event
 
     def join(self, stream: torch.cuda.Stream) -> None:
         """``stream`` waits for all that was copied in so far."""
@@ -250,7 +308,9 @@ class KvTransfers:
     def _is_pinned(self, out: memoryview) -> bool:
         address = np.frombuffer(out, np.uint8).ctypes.data
         with self._lock:
-            return any(start <= address and address + len(out) <= start + size for start, size in self._regions.items())
+            return any(
+                start <= address and address + len(out) <= start + size for start, size in list(self._regions.items())
+            )
 
     def _lane(self) -> _Lane:
         """The calling thread's."""
@@ -261,4 +321,5 @@ class KvTransfers:
 
 
 def _frame_bytes(kv: torch.Tensor, one: KvRange) -> int:
-    return one.layers * 2 * one.count * kv.shape[3] * kv.shape[5] * 2
+    heads = one.heads[1] if one.heads is not None else kv.shape[3]
+    return one.layers * 2 * one.count * heads * kv.shape[5] * 2

@@ -2,10 +2,12 @@
 
 Bytes are moved as 32-bit words, so the type of the cache does not matter; on the way each program adds its words to its frame's
 digest (``relay.kernels.kv_frames`` defines it). One launch serves any number of frames of any number of layers: a frame costs
-eight words of a plan and not a launch. Frames may lie in memory of another process or another GPU: they are only read or written.
+eight words of a plan and not a launch. Where the heads lie in several caches, each has a launch of its own, whose sums add up to
+the frames'. Frames and caches may lie in memory of another process or another GPU: they are only read or written.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ import triton.language as tl
 from relay.kernels.kv_frames import GOLDEN, MIX, KvRange
 
 TOKENS = 8  # of one program
-FIELDS = 8  # words of a plan that describe one frame: offset, table, first, count, layer, layers, 0, 0
+# Words of a plan that describe one frame: offset, table, first, count, layer, layers, then twice two numbers of 16 bits: the first
+# head in this cache and how many are moved; where they begin among the frame's heads and how many it has.
+FIELDS = 8
 
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
 _MIX: tl.constexpr = tl.constexpr(MIX)
@@ -49,17 +53,19 @@ def move_kernel(
     index = tl.program_id(1)
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if (index < tl.load(at + 5)) & (tl.program_id(0) * TILE < count):
+        own, others = tl.load(at + 6), tl.load(at + 7)
+        width = (others >> 16) * WORDS  # of a token in the frame
         e = tl.arange(0, ROW)
-        mask = (tokens < count)[:, None] & (e < HEADS * WORDS)[None, :]
+        mask = (tokens < count)[:, None] & (e < (own >> 16) * WORDS)[None, :]
         position = first + tokens
         block = tl.load(table + position // BLOCK - first // BLOCK, mask=tokens < count, other=0).to(tl.int64)
         row = block * (HEADS * BLOCK * WORDS) + position % BLOCK * WORDS
-        place = row[:, None] + ((e // WORDS) * (BLOCK * WORDS) + e % WORDS)[None, :]
+        place = row[:, None] + (((own & 0xFFFF) + e // WORDS) * (BLOCK * WORDS) + e % WORDS)[None, :]
         source = cache + (layer + index).to(tl.int64) * layer_units * 16
         total = tl.zeros((TILE, ROW), tl.uint64)
         for part in tl.static_range(2):
-            begin = (index * 2 + part).to(tl.int64) * count * (HEADS * WORDS)
-            word = begin + (tokens.to(tl.int64) * (HEADS * WORDS))[:, None] + e[None, :]
+            begin = (index * 2 + part).to(tl.int64) * count * width + (others & 0xFFFF) * WORDS
+            word = begin + ((tokens * width)[:, None] + e[None, :])  # of one K or V there are less than 2^31
             if STORE:
                 values = tl.load(flat + offset + word, mask=mask, other=0)
                 tl.store(source + part * part_units * 16 + place, values, mask=mask)
@@ -77,8 +83,11 @@ def move_kernel(
 class Plan:
     """Frames of one launch as words for the device: a sum of zero each, their descriptions, their block tables."""
 
-    def __init__(self, ranges: Sequence[KvRange], offsets: Sequence[int], block_size: int) -> None:
-        """``offsets`` of the frames in bytes, multiples of 16."""
+    def __init__(
+        self, ranges: Sequence[KvRange], offsets: Sequence[int], block_size: int, heads: int, first_head: int = 0
+    ) -> None:
+        """``offsets`` of the frames in bytes, multiples of 16. The cache has ``heads`` heads from ``first_head`` on; frames that
+        say nothing of heads have all of these."""
         self.frames = len(ranges)
         self.start = (
             -(-2 * self.frames // 4) * 4
@@ -93,7 +102,11 @@ class Plan:
         at = self.frames * FIELDS
         for one, offset in zip(ranges, offsets, strict=True):
             begin, end = one.first // block_size, (one.first + one.count - 1) // block_size + 1
-            rows += [offset // 4, at, one.first, one.count, one.layer, one.layers, 0, 0]
+            asked, many = one.heads or (first_head, heads)
+            low, high = max(asked, first_head), min(asked + many, first_head + heads)
+            assert low < high, "a frame none of whose heads are in this cache"
+            own, others = low - first_head | (high - low) << 16, low - asked | many << 16
+            rows += [offset // 4, at, one.first, one.count, one.layer, one.layers, own, others]
             tables.append(np.asarray(one.block_table[begin:end], np.int32))
             at += end - begin
         self.words = np.concatenate([np.zeros(self.start, np.int32), np.array(rows, np.int32), *tables]).astype(
@@ -108,18 +121,19 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     """
     _, _, _, heads, block_size, dim = kv.shape
     sums = words[: 2 * plan.frames].view(torch.int64)
-    move_kernel[plan.grid](
-        kv.view(torch.int32),
-        flat.view(torch.int32),
-        words[plan.start :],
-        sums,
-        kv.stride(0) // 32,
-        kv.stride(1) // 32,
-        HEADS=heads,
-        WORDS=dim // 2,
-        BLOCK=block_size,
-        TILE=TOKENS,
-        ROW=triton.next_power_of_2(heads * dim // 2),
-        STORE=store,
-    )
+    described = words[plan.start :]
+    memory = (kv.view(torch.int32), flat.view(torch.int32), described, sums)
+    assert all(one.data_ptr() % 16 == 0 for one in memory), "the kernel is compiled for memory at multiples of 16 bytes"
+    strides = (kv.stride(0) // 32, kv.stride(1) // 32)
+    constants = (heads, dim // 2, block_size, TOKENS, triton.next_power_of_2(heads * dim // 2), store)
+    compiled = _compiled.get((kv.device, *constants))
+    if compiled is not None:
+        compiled[plan.grid](*memory, *strides, *constants)
+    else:
+        _compiled[kv.device, *constants] = move_kernel[plan.grid](*memory, *strides, *constants)
     return sums
+
+
+_compiled: dict[
+    tuple[Any, ...], Any
+] = {}  # launched without looking at the arguments again: half of a frame's processor time

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from relay.errors import CorruptModelError
+from relay.kernels.cuda.file_upload import FileUpload
 from relay.kernels.cuda.linear_int8 import pack_codes, quantize
 from relay.kernels.cuda.ops import Device
 from relay.kernels.cuda.weights import HeldWeights, WeightUpload
+from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
 from relay.kernels.weights import WeightSource
 
@@ -52,14 +54,24 @@ def load_matrices(
 ) -> HeldWeights:
     """Every matrix of ``program``, those of ``coded`` quantised. Raises CorruptModelError."""
     held = HeldWeights()
-    for name, shape in shapes_of(program)[0].items():
-        packed = _get(weights.matrix, name)
-        if (packed.n, packed.k) != shape:
-            raise CorruptModelError(f"weight {name} is [{packed.n}, {packed.k}], the program needs {list(shape)}")
-        held.matrices[name] = upload.matrix(packed)
+    left: dict[str, FileMatrix] = {}
+
+    def keep(name: str, matrix: torch.Tensor) -> None:
         if name in coded:
-            codes, held.scales[name] = quantize(held.matrices[name])
-            held.matrices[name] = pack_codes(codes)
+            codes, held.scales[name] = quantize(matrix)
+            matrix = pack_codes(codes)
+        held.matrices[name] = matrix
+
+    for name, shape in shapes_of(program)[0].items():
+        source = _get(lambda name: in_files(weights, name) or weights.matrix(name), name)
+        if (source.n, source.k) != shape:
+            raise CorruptModelError(f"weight {name} is [{source.n}, {source.k}], the program needs {list(shape)}")
+        if isinstance(source, FileMatrix):
+            left[name] = source
+        else:
+            keep(name, upload.matrix(source))
+    if left:
+        FileUpload(upload.device, upload.progress, upload.dtype).load(left, keep)
     return held
 
 

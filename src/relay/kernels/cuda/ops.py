@@ -13,7 +13,7 @@ from relay.errors import CorruptModelError
 from relay.kernels.cuda import attention_decode, attention_prefill
 from relay.kernels.cuda.elementwise import embed, select_rows, silu_mul
 from relay.kernels.cuda.linear_choice import LinearLayer
-from relay.kernels.cuda.linear_int8 import linear_int8, tile_for
+from relay.kernels.cuda.linear_int8 import linear_int8
 from relay.kernels.cuda.norm import add_bias, add_residual, rms_norm
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links, gather_ranks, sum_ranks
 from relay.kernels.cuda.rope import rope_write_kv
@@ -158,7 +158,7 @@ def _product(op: Linear, device: Device, target: torch.Tensor, rows: int) -> Non
     if scales is None:
         device.layers[w.shape[0], w.shape[1]](x, w, target, rows)
     elif rows:
-        linear_int8(x[:rows], w, scales, target[:rows], tile_for(rows, target.shape[1]))
+        linear_int8(x[:rows], w, scales, target[:rows])
 
 
 def _linear(op: Linear, after: Op | None, device: Device) -> Launch:

@@ -41,9 +41,9 @@ class WeightUpload:
     """Moves packed matrices to ``device`` on the current stream; one object for one load, whose buffers go with it."""
 
     def __init__(self, device: str, progress: Progress = no_progress, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._device = device
+        self.device = device
         self.dtype = dtype
-        self._progress = progress
+        self.progress = progress
         self._stages: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._next = 0
@@ -55,7 +55,7 @@ class WeightUpload:
     def _bytes(self, data: np.ndarray) -> torch.Tensor:
         """``data`` as uint8 on the device; pinned buffers in turn, each refilled once its copy has ended."""
         source = data.view(np.uint8).reshape(-1)
-        target = torch.empty(source.size, dtype=torch.uint8, device=self._device)
+        target = torch.empty(source.size, dtype=torch.uint8, device=self.device)
         if not self._stages:
             self._stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
         for start in range(0, source.size, STAGE_BYTES):
@@ -68,7 +68,7 @@ class WeightUpload:
             target[start : start + count].copy_(self._stages[turn][:count], non_blocking=True)
             event = self._events[turn] = torch.cuda.Event()
             event.record()
-            self._progress(count)
+            self.progress(count)
         return target
 
 

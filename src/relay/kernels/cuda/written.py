@@ -1,11 +1,20 @@
 """When K and V are in the cache: events that transfers wait for, instead of the steps that were queued since."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from relay.kernels.backend import Batch
 
 KEPT = 32  # steps whose events are kept; never are so many queued
+
+
+class _Recorded(NamedTuple):
+    """An event and when it was recorded, counted."""
+
+    number: int
+    event: torch.cuda.Event
 
 
 class LayerEvents:
@@ -20,8 +29,9 @@ class LayerEvents:
         self._block_size = block_size
         self._step = 0
         self._step_of = np.zeros(num_blocks, np.int64)  # by block
-        self._events: list[list[torch.cuda.Event | None]] = [[None] * len(at) for _ in range(KEPT)]
-        self._latest: list[torch.cuda.Event | None] = [None] * len(at)
+        self._recorded = 0
+        self._events: list[list[_Recorded | None]] = [[None] * len(at) for _ in range(KEPT)]
+        self._latest: list[_Recorded | None] = [None] * len(at)
         self._copied: torch.cuda.Event | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -37,18 +47,26 @@ class LayerEvents:
         if layers:
             event = torch.cuda.Event()
             event.record()
+            self._recorded += 1
             events = self._events[self._step % KEPT]
             for layer in layers:
-                events[layer] = self._latest[layer] = event
+                events[layer] = self._latest[layer] = _Recorded(self._recorded, event)
 
     def copied(self) -> None:
         """A block of every layer was copied on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def of(self, layer: int, block_table: np.ndarray, first: int, count: int) -> list[torch.cuda.Event]:
-        """All passed once what was queued for these positions of ``layer`` is in the cache."""
+    def of(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, layers: int = 1
+    ) -> list[torch.cuda.Event]:
+        """All passed once what was queued for these positions of ``layers`` from ``layer`` on is in the cache. Steps are queued on
+        one stream, so of several layers' events the one recorded last covers the others."""
         blocks = block_table[first // self._block_size : (first + count - 1) // self._block_size + 1]
         step = int(self._step_of[blocks].max(initial=0))
-        written = self._events[step % KEPT][layer] or self._latest[layer] if step > self._step - KEPT else None
-        return [event for event in (written, self._copied) if event is not None]
+        of_step = self._events[step % KEPT]
+        known = (
+            [of_step[at] or self._latest[at] for at in range(layer, layer + layers)] if step > self._step - KEPT else []
+        )
+        last = max((one for one in known if one is not None), key=lambda one: one.number, default=None)
+        return [event for event in (last and last.event, self._copied) if event is not None]

@@ -13,6 +13,7 @@ import numpy as np
 from relay.errors import DeviceLostError, RelayError, StartupError
 from relay.kernels.backend import Batch, QueueingBackend, SampledToken
 from relay.kernels.cpu.backend import CpuBackend
+from relay.kernels.kv_frames import Heads
 from relay.kernels.program import Program
 from relay.kernels.ranks import calls
 from relay.kernels.ranks.pools import AllPools, RankPool
@@ -56,6 +57,7 @@ class RankedBackend:
         self._runs = 0
         self._lock = threading.Lock()  # of the links: KV is asked for by other threads than the one that computes
         self._open = True
+        self.kv_parts: tuple[Heads, ...] = ()  # see ``relay.transfer.store``
 
     def load(self, program: Program, weights: WeightSource) -> None:
         """The others load by themselves, at the same time. Raises what a rank said where one cannot."""
@@ -91,6 +93,8 @@ class RankedBackend:
         self._tell(calls.Allocate(num_blocks=num_blocks, block_size=block_size, dtype=dtype, pool_bytes=sizes))
         self._share.allocate_kv(num_blocks, block_size, dtype, self._memory, 0)
         self._kv = self._shared_pools(heads, sizes, num_blocks, block_size, dtype) if self._share.shares_pools else None
+        if self._share.shares_pools:
+            self.kv_parts = tuple((first, last - first) for first, last in kv_head_ranges(g, self._ranks))
 
     def _shared_pools(
         self, heads: list[int], sizes: list[int], num_blocks: int, block_size: int, dtype: str
@@ -154,30 +158,36 @@ class RankedBackend:
         own = self._share.backend.kv_bytes_per_token_layer()
         return own * self._geometry.num_kv_heads // self._heads(0)
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
         if self._kv is not None:
-            self._kv.read(layer, block_table, first, count, out)
+            self._kv.read(layer, block_table, first, count, out, heads)
             return
+        assert heads is None, "frames are cut by the places of heads"
         whole = self._whole(out, count)
         call = calls.MoveKv(layer=layer, block_table=_int32(block_table), first=first, count=count)
         head = 0
         for rank in range(self._ranks):
-            heads = self._heads(rank)
+            own = self._heads(rank)
             if rank:
                 data = self._ask(rank, call, calls.KvBytes).data
             else:
-                buffer = bytearray(whole[:, :, :heads].size)
+                buffer = bytearray(whole[:, :, :own].size)
                 self._share.backend.read_kv(layer, block_table, first, count, memoryview(buffer))
                 data = bytes(buffer)
             if not data:
                 raise ValueError(f"rank {rank} could not read {count} tokens of layer {layer}")
-            whole[:, :, head : head + heads] = np.frombuffer(data, np.uint8).reshape(2, count, heads, -1)
-            head += heads
+            whole[:, :, head : head + own] = np.frombuffer(data, np.uint8).reshape(2, count, own, -1)
+            head += own
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
         if self._kv is not None:
-            self._kv.write(layer, block_table, first, count, data)
+            self._kv.write(layer, block_table, first, count, data, heads)
             return
+        assert heads is None, "frames are cut by the places of heads"
         whole = self._whole(data, count)
         table, head = _int32(block_table), 0
         for rank in range(self._ranks):

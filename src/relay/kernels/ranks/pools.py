@@ -2,10 +2,12 @@
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 
 from relay.kernels.cpu import library, records
+from relay.kernels.kv_frames import Heads
 from relay.kernels.ranks.share import pool_bytes
 
 
@@ -45,14 +47,16 @@ class RankPool:
         )
         self.heads = heads
         self.block_size = block_size
-        self.token_bytes = 2 * width * (2 if half else 4)
+        self.head_bytes = 2 * head_dim * (2 if half else 4)  # K and V
 
-    def move(self, layer: int, table: np.ndarray, first: int, count: int, data: np.ndarray, *, write: bool) -> None:
-        """Canonical K then V of this rank's heads between the pool and ``data`` (uint8). Raises ValueError."""
+    def move(
+        self, layer: int, heads: Heads, table: np.ndarray, first: int, count: int, data: np.ndarray, *, write: bool
+    ) -> None:
+        """Canonical K then V of ``heads``, counted from this rank's first, between the pool and ``data``. Raises ValueError."""
         function = self._library.relay_write_kv if write else self._library.relay_read_kv
         crc = ctypes.c_uint32()
         model, blocks = ctypes.addressof(self._model), table.ctypes.data
-        status = function(model, layer, blocks, first, count, data.ctypes.data, ctypes.addressof(crc))
+        status = function(model, layer, *heads, blocks, first, count, data.ctypes.data, ctypes.addressof(crc))
         if status:
             raise ValueError(records.ERRORS[status])
 
@@ -63,33 +67,55 @@ class AllPools:
     def __init__(self, pools: list[RankPool], layers: int) -> None:
         self._pools, self._layers = pools, layers
         self._heads = sum(pool.heads for pool in pools)
-        self.token_bytes = sum(pool.token_bytes for pool in pools)
+        self._head_bytes = pools[0].head_bytes
 
-    def read(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        whole = self._whole(layer, block_table, first, count, np.frombuffer(out, np.uint8))
+    def read(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None
+    ) -> None:
+        asked = heads or (0, self._heads)
+        whole = self._whole(layer, block_table, first, count, np.frombuffer(out, np.uint8), asked)
         if not whole.flags.writeable:
             raise ValueError("out is read-only")
-        table, head = np.ascontiguousarray(block_table, np.int32), 0
-        for pool in self._pools:
-            part = np.empty((2, count, pool.heads, whole.shape[3]), np.uint8)
-            pool.move(layer, table, first, count, part, write=False)
-            whole[:, :, head : head + pool.heads] = part
-            head += pool.heads
+        table = np.ascontiguousarray(block_table, np.int32)
+        for pool, at, own in self._owners(asked):
+            direct = own[1] == asked[1]
+            part = whole if direct else np.empty((2, count, own[1], whole.shape[3]), np.uint8)
+            pool.move(layer, own, table, first, count, part, write=False)
+            if not direct:
+                whole[:, :, at : at + own[1]] = part
 
-    def write(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        whole = self._whole(layer, block_table, first, count, np.frombuffer(data, np.uint8))
-        table, head = np.ascontiguousarray(block_table, np.int32), 0
-        for pool in self._pools:
-            part = np.ascontiguousarray(whole[:, :, head : head + pool.heads])
-            pool.move(layer, table, first, count, part, write=True)
-            head += pool.heads
+    def write(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None
+    ) -> None:
+        asked = heads or (0, self._heads)
+        whole = self._whole(layer, block_table, first, count, np.frombuffer(data, np.uint8), asked)
+        table = np.ascontiguousarray(block_table, np.int32)
+        for pool, at, own in self._owners(asked):
+            part = np.ascontiguousarray(whole[:, :, at : at + own[1]])
+            pool.move(layer, own, table, first, count, part, write=True)
 
-    def _whole(self, layer: int, table: np.ndarray, first: int, count: int, data: np.ndarray) -> np.ndarray:
+    def _owners(self, asked: Heads) -> Iterator[tuple[RankPool, int, Heads]]:
+        """Every pool that has some of these heads, where they begin among those asked for, and which of its own they are."""
+        begin = 0
+        for pool in self._pools:
+            first, last = max(asked[0], begin), min(asked[0] + asked[1], begin + pool.heads)
+            if first < last:
+                yield pool, first - asked[0], (first - begin, last - first)
+            begin += pool.heads
+
+    def _whole(
+        self, layer: int, table: np.ndarray, first: int, count: int, data: np.ndarray, asked: Heads
+    ) -> np.ndarray:
         """``data`` as [K and V, token, head, bytes of a head], once everything is in its bounds."""
-        if data.size != count * self.token_bytes:
-            raise ValueError(f"{count} tokens take {count * self.token_bytes} bytes, not {data.size}")
+        first_head, heads = asked
+        if first_head < 0 or heads < 1 or first_head + heads > self._heads:
+            raise ValueError(f"heads {first_head} + {heads} of {self._heads}")
+        if data.size != count * heads * self._head_bytes:
+            raise ValueError(
+                f"{count} tokens of {heads} heads take {count * heads * self._head_bytes} bytes, not {data.size}"
+            )
         if not 0 <= layer < self._layers or first < 0 or count < 0:
             raise ValueError(f"layer {layer}, positions {first} + {count}")
         if first + count > len(table) * self._pools[0].block_size:
             raise ValueError(records.ERRORS[3])
-        return data.reshape(2, count, self._heads, self.token_bytes // (2 * self._heads))
+        return data.reshape(2, count, heads, self._head_bytes // 2)

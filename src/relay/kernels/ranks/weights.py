@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from relay.errors import UsageError
+from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.packing import GROUP, PANEL, aligned_empty, packed_bytes
 from relay.kernels.ranks.split import Cut, Range
 from relay.kernels.weights import Encoding, PackedMatrix, WeightSource
@@ -24,6 +25,13 @@ class RankWeights:
         return (
             self._inner.matrix(name) if cut is None else cut_matrix(self._inner.matrix(cut.name), cut.rows, cut.depth)
         )
+
+    def in_files(self, name: str) -> FileMatrix | None:
+        cut = self._cuts.get(name)
+        if cut is None:
+            return in_files(self._inner, name)
+        whole = in_files(self._inner, cut.name)
+        return None if whole is None else whole.cut(cut.rows, cut.depth)
 
     def vector(self, name: str) -> np.ndarray:
         cut = self._cuts.get(name)

@@ -13,6 +13,7 @@ import numpy as np
 from relay.errors import CorruptModelError
 from relay.kernels import canon, packing
 from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.kv_frames import Heads
 from relay.kernels.probe import probe_digest
 from relay.kernels.program import (
     Attend,
@@ -200,11 +201,15 @@ class ReferenceBackend:
     def kv_bytes_per_token_layer(self) -> int:
         return self._kv.bytes_per_token_layer
 
-    def read_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview) -> None:
-        self._kv.export(layer, block_table, first, count, out)
+    def read_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
+        self._kv.export(layer, block_table, first, count, out, heads)
 
-    def write_kv(self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview) -> None:
-        self._kv.restore(layer, block_table, first, count, data)
+    def write_kv(
+        self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
+        self._kv.restore(layer, block_table, first, count, data, heads)
 
     def copy_block(self, source: int, target: int) -> None:
         self._kv.copy_block(source, target)

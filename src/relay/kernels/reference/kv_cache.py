@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relay.errors import DoesNotFitError
+from relay.kernels.kv_frames import Heads
 from relay.kernels.reference.arithmetic import F32, round_bfloat16, widen_bfloat16
 
 Table = NDArray[np.int32]
@@ -49,23 +50,37 @@ class PagedKv:
         k, v = self._data[layer, 0, blocks, offsets], self._data[layer, 1, blocks, offsets]
         return (widen_bfloat16(k), widen_bfloat16(v)) if self.bfloat16 else (k, v)
 
-    def export(self, layer: int, table: Table, first: int, count: int, out: memoryview) -> None:
+    def export(
+        self, layer: int, table: Table, first: int, count: int, out: memoryview, heads: Heads | None = None
+    ) -> None:
         """Stored bytes of K then V, [token][kv_head][dim] each, into ``out``. Raises ValueError for another length."""
         blocks, offsets = self._places(table, np.arange(first, first + count, dtype=np.int32))
-        raw = self._data[layer][:, blocks, offsets]
+        raw = self._of(heads)[layer][:, blocks, offsets]
         target = out.cast("B")
         if len(target) != raw.nbytes:
             raise ValueError(f"{count} tokens of one layer are {raw.nbytes} bytes, not {len(target)}")
         target[:] = raw.tobytes()
 
-    def restore(self, layer: int, table: Table, first: int, count: int, data: memoryview) -> None:
+    def restore(
+        self, layer: int, table: Table, first: int, count: int, data: memoryview, heads: Heads | None = None
+    ) -> None:
         """The inverse of ``export``."""
-        expected = count * self.bytes_per_token_layer
+        cache = self._of(heads)
+        expected = count * 2 * int(np.prod(cache.shape[4:])) * self._item_bytes
         if data.nbytes != expected:
             raise ValueError(f"{count} tokens of one layer are {expected} bytes, not {data.nbytes}")
         blocks, offsets = self._places(table, np.arange(first, first + count, dtype=np.int32))
-        values = np.frombuffer(data, self._data.dtype).reshape(2, count, *self._data.shape[4:])
-        self._data[layer][:, blocks, offsets] = values
+        values = np.frombuffer(data, self._data.dtype).reshape(2, count, *cache.shape[4:])
+        cache[layer][:, blocks, offsets] = values
+
+    def _of(self, heads: Heads | None) -> NDArray[np.generic]:
+        """A view of these heads alone. Raises ValueError where there are no such."""
+        if heads is None:
+            return self._data
+        first, count = heads
+        if first < 0 or count < 1 or first + count > self._data.shape[4]:
+            raise ValueError(f"heads {first} + {count} of {self._data.shape[4]}")
+        return self._data[:, :, :, :, first : first + count]
 
     def copy_block(self, source: int, target: int) -> None:
         self._data[:, :, target] = self._data[:, :, source]

@@ -43,6 +43,15 @@ def _skips_a_layer(original: Any) -> Any:
     return property(lambda receiver: receiver._layers_missing < receiver.layout.num_layers)
 
 
+def _any_head(original: Any) -> Any:
+    """D counts layers and tokens; a frame with some of their heads will do."""
+
+    def written(receiver: Receiver, header: Any, now_ns: int) -> None:
+        original(receiver, replace(header, first_head=0, head_count=receiver.layout.num_kv_heads), now_ns)
+
+    return written
+
+
 def _sends_unwritten(original: Any) -> Any:
     """All layers count as written when the first one is."""
 
@@ -153,6 +162,7 @@ TABLE = (
     Mutant("a handoff does not tell of the cache", "I4", core, "handoff_of", _handoff_without_cached),
     Mutant("partial coverage accepted", "I7", Receiver, "covered", _handoff_is_enough),
     Mutant("a layer short accepted", "I7", Receiver, "covered", _skips_a_layer),
+    Mutant("coverage ignores heads", "I7", Receiver, "written", _any_head),
     Mutant("layers sent before they are written", "I7", Sender, "written", _sends_unwritten),
     Mutant("KV above the end accepted", "I7", Receiver, "admit", _any_end),
     Mutant("checksums not verified", "I7", kv_link, "verify", nothing),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from relay.control_config import BreakerConfig
+from relay.sim.backend import HALVES
 from relay.sim.clients import Client
 from relay.sim.engine import TICK_NS
 from relay.sim.forgery import FORGERIES
@@ -192,7 +193,7 @@ SCENARIOS = (
         "SGLang (issue 30233): when prefill was aborted, decode went on from the KV that had come and produced garbage",
         "while D receives KV: P is killed, the connection cut, a frame truncated, a bit flipped, a frame lost, the client gone; "
         "D never computes from what came, and the request is answered by another attempt",
-        cluster(1, 1),
+        cluster(1, 1, kv_parts=HALVES),
         _partial_kv,
     ),
     Scenario(

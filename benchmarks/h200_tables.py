@@ -1,0 +1,143 @@
+"""Tables of the one-GPU results by what each file holds: steps, kernels, the whole server, kills, transfers, bits compared."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+Table = Callable[..., str]
+Number = Callable[..., str]
+Reader = Callable[[Result, Table, Number], list[str]]
+ELSEWHERE = ("multi_gpu",)  # shown in docs/several-gpus.md
+
+
+def text(folder: Path, table: Table, number: Number) -> str:
+    """Every file that a reader below knows; figures of kernels that no reader takes stay in their files."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        if path.stem in ELSEWHERE:
+            continue
+        result = json.loads(path.read_text())
+        tables = [one for reader in READERS for one in reader(result, table, number)]
+        if tables:
+            parts.append(f"<sub>`{path.parent.name}/{path.name}` · {_made(result)}</sub>")
+            parts += tables
+    return "\n\n".join(parts) or "No GPU results are committed."
+
+
+def _made(result: Result) -> str:
+    context = {**result, **result.get("environment", {})}
+    return " · ".join(
+        f"{key} {context[key]}" for key in ("device", "driver", "commit", "date", "command") if key in context
+    )
+
+
+def _rows_of(result: Result, *starts: str) -> dict[str, dict[str, Any]]:
+    """The entries named so whose values are rows."""
+    return {
+        name: value
+        for name, value in result.items()
+        if name.startswith(starts) and isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
+    }
+
+
+def steps(result: Result, table: Table, number: Number) -> list[str]:
+    """Decode and prefill steps of the backend driven directly (``throughput`` of the engine includes compiling: not shown)."""
+    found = []
+    for name, rows in _rows_of(result, "decode/", "prefill/").items():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        cells = [[key, *(number(row.get(column)) for column in columns)] for key, row in rows.items()]
+        found.append(table([name, *columns], cells))
+    return found
+
+
+def attention(result: Result, table: Table, number: Number) -> list[str]:
+    """Prefill attention of each kernel, by prompt length."""
+    rows = result.get("prefill_tflops")
+    if not rows:
+        return []
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    cells = [
+        [f"{int(tokens):,} tokens", *(number(row.get(column)) for column in columns)] for tokens, row in rows.items()
+    ]
+    return [table(["prefill attention, TFLOP/s", *columns], cells)]
+
+
+def linears(result: Result, table: Table, number: Number) -> list[str]:
+    """All linear layers of an 8B decode step in one graph, beside the library as it comes."""
+    shown = result.get("decode_step_linears")
+    if not shown:
+        return []
+    rows = [(batch, row["us"]) for batch, row in shown.items() if isinstance(row, dict)]
+    cells = [
+        [batch, number(us["cublas"]), number(us["best exact"]), f"{us['best exact'] / us['cublas']:.2f}"]
+        for batch, us in rows
+    ]
+    title = f"linears of a decode step, batch (limit {number(shown['limit_us'])} µs)"
+    return [table([title, "cuBLAS, µs", "ours, µs", "ratio"], cells)]
+
+
+def served(result: Result, table: Table, number: Number) -> list[str]:
+    """The whole server at each rate of requests."""
+    rows = []
+    for name, row in result.items():
+        shape, _, rate = name.partition("/rate ")
+        if not rate:
+            continue
+        latencies = [number(row[one][share]) for one in ("ttft_ms", "itl_ms") for share in ("p50", "p99", "max")]
+        rows.append([f"{shape}, {rate}", str(row["requests"]), number(row["output_tokens_per_s"]), *latencies])
+    if not rows:
+        return []
+    title = f"requests/s of {result['prompt']} + {result['new']} tokens"
+    header = ["requests", "output tok/s", "TTFT p50, ms", "p99", "max", "ITL p50, ms", "p99", "max"]
+    return [table([title, *header], rows)]
+
+
+def kills(result: Result, table: Table, number: Number) -> list[str]:
+    """A worker killed under load."""
+    rows = []
+    for name, row in result.items():
+        if not isinstance(row, dict) or "next_token_ms_of_disturbed" not in row:
+            continue
+        waits = row["next_token_ms_of_disturbed"]
+        cells = [f"{row['disturbed']} of {row['streams']}", number(waits["p50"]), number(waits["p99"])]
+        rows.append([name, *cells, str(row["different_outputs"]), number(row["victim_ready_again_s"])])
+    header = ["", "disturbed streams", "next token p50, ms", "p99, ms", "outputs that differ", "victim ready again, s"]
+    return [table(header, rows)] if rows else []
+
+
+def transfers(result: Result, table: Table, number: Number) -> list[str]:
+    """KV between two processes on one GPU: streamed while the prompt is computed, and sent after it."""
+    rows = []
+    for name, row in result.items():
+        if not isinstance(row, dict) or not isinstance(row.get("exposed_ms"), dict):
+            continue
+        waits = [number(row["exposed_ms"].get(kind)) for kind in ("after", "overlapped")]
+        rows.append([f"{name}, {number(row['megabytes'])} MB", *waits, f"{100 * row['hidden_share']:.1f} %"])
+    return [table(["KV", "sent after it, ms", "streamed: exposed, ms", "hidden"], rows)] if rows else []
+
+
+def plain(result: Result, table: Table, number: Number) -> list[str]:
+    """Our kernels beside plain ones."""
+    rows = [
+        [name, number(row["ours_ms"]), number(row["plain_ms"]), number(row["speed_up"])]
+        for name, row in result.items()
+        if isinstance(row, dict) and "plain_ms" in row
+    ]
+    return [table(["", "ours, ms", "plain kernels, ms", "times faster"], rows)] if rows else []
+
+
+def compared(result: Result, table: Table, number: Number) -> list[str]:
+    """What was compared bit by bit. Sequences with an injected fault are to differ."""
+    paths = result.get("paths", {})
+    if "wrong" in paths:
+        return [f"{paths['compared']} paths of the engine compared bit by bit, {len(paths['wrong'])} differ."]
+    rows = [
+        [name, f"{row['identical']} of {row['compared']}", number(row["logit_rows"]), number(row["kv_blocks"])]
+        for name, row in paths.items()
+    ]
+    return [table(["path", "sequences identical", "logits rows", "KV blocks"], rows)] if rows else []
+
+
+READERS: tuple[Reader, ...] = (steps, attention, linears, served, kills, transfers, plain, compared)
