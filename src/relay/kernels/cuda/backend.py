@@ -96,13 +96,13 @@ class CudaBackend:
     @device_errors()
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
+        coded = coded_names(program, self._kept) if self._quantized else frozenset()
         try:
             upload = WeightUpload(self._device.name, self._progress, self._type)
-            coded = coded_names(program, self._kept) if self._quantized else frozenset()
             load_weights(program, weights, self._device, upload, self._shared, coded=coded)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
-            raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
+            raise does_not_fit(self._device.name, "the weights", weight_bytes(program, coded)) from error
 
     def load_tensors(
         self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]

@@ -24,11 +24,11 @@ def hold_weights(
     process more."""
     check_device(device)
     torch.cuda.set_device(device)
+    coded = coded_names(program) if quantized else frozenset()
     try:
-        upload = WeightUpload(device, progress, TYPES[dtype])
-        held = load_matrices(program, weights, upload, coded_names(program) if quantized else frozenset())
+        held = load_matrices(program, weights, WeightUpload(device, progress, TYPES[dtype]), coded)
     except torch.cuda.OutOfMemoryError as error:
-        raise does_not_fit(device, "the weights", weight_bytes(program)) from error
+        raise does_not_fit(device, "the weights", weight_bytes(program, coded)) from error
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return lambda: export_weights(held)

@@ -114,9 +114,9 @@ def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, t
     return matrices, vectors
 
 
-def weight_bytes(program: Program) -> int:
-    """Bytes of all matrices of ``program`` in 16 bits."""
-    return 2 * sum(n * k for n, k in shapes_of(program)[0].values())
+def weight_bytes(program: Program, coded: Set[str] = frozenset()) -> int:
+    """Bytes of all matrices of ``program``: 16 bits a weight, or 8 and the scales of ``coded``. Padding is not counted."""
+    return sum(n * k + 4 * n if name in coded else 2 * n * k for name, (n, k) in shapes_of(program)[0].items())
 
 
 def _get(load: Callable[[str], Loaded], name: str) -> Loaded:
