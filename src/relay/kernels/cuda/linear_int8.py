@@ -116,7 +116,7 @@ def linear_int8(
     if INTERPRETED:  # it has no tensor-core registers to fill
         codes = unpack_codes(w)[: scales.shape[0], : x.shape[1]]
         sums = torch.empty(y.shape, dtype=torch.float32)
-        linear(x, codes.to(x.dtype), sums, LinearTile(16, 16, 32))
+        linear(x, codes.to(x.dtype), sums, LinearTile(16, 128, 128))
         y.copy_(sums * scales)
         return
     tile = tile or tile_for(x.shape[0], scales.shape[0])
