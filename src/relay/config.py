@@ -115,10 +115,6 @@ class WorkerConfig:
             f"--prefill-devices and --decode-devices need --backend cuda, not {self.backend}",
         )
         check(
-            not self.quantization or self.by_role.ranks == 1,
-            f"--quantization {self.quantization} and --tensor-parallel-size {self.by_role.ranks} do not go together",
-        )
-        check(
             self.backend != "reference" or self.by_role.ranks == 1,
             f"--tensor-parallel-size {self.by_role.ranks}: the {self.backend} backend runs one rank a worker; use replicas",
         )

@@ -58,9 +58,13 @@ def test_device_lists_need_a_backend_with_devices() -> None:
         WorkerConfig.of("cpu", by_role=RoleDevices(("cuda:0",)))
 
 
-def test_ranks_and_int8_do_not_go_together() -> None:
-    with pytest.raises(UsageError, match="--quantization int8 and --tensor-parallel-size 2 do not go together"):
-        WorkerConfig.of("cuda", quantization="int8", by_role=RoleDevices(ranks=2))
+def test_ranks_quantise_their_own_parts() -> None:
+    by_role = RoleDevices(decode=("cuda:0", "cuda:1"), prefill=("cuda:2", "cuda:3"), ranks=2)
+    config = WorkerConfig.of("cuda", quantization="int8", by_role=by_role)
+    workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT[:2])  # type: ignore[arg-type]
+    for worker, role in SPLIT[:2]:
+        spec = workers._spec(_key(worker), role)  # type: ignore[arg-type]
+        assert (spec.ranks, spec.quantization, spec.weights_socket) == (2, "int8", "")
 
 
 def test_each_worker_is_told_its_own_device() -> None:
@@ -70,6 +74,15 @@ def test_each_worker_is_told_its_own_device() -> None:
     assert [(spec.device, spec.gpu_sharers) for spec in specs.values()] == [("cuda:0", 1), ("cuda:1", 2), ("cuda:1", 2)]
     assert not specs["prefill-0"].weights_socket
     assert specs["decode-0"].weights_socket == specs["decode-1"].weights_socket != ""
+
+
+def test_int8_weights_are_shared_as_any_others() -> None:
+    config = WorkerConfig.of("cuda", quantization="int8")
+    workers = LocalWorkers(config, "pack", "digest", lambda name, line: None, slots=SPLIT)  # type: ignore[arg-type]
+    specs = [workers._spec(_key(worker), role) for worker, role in SPLIT]  # type: ignore[arg-type]
+    assert len({spec.weights_socket for spec in specs}) == 1
+    assert specs[0].weights_socket
+    assert {(spec.quantization, spec.gpu_sharers) for spec in specs} == {("int8", 3)}
 
 
 def _key(worker: str) -> object:

@@ -31,6 +31,7 @@ from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, unpack_codes
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
+from relay.kernels.cuda.rope import rope_write_kv
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.sampler_tables import SamplerTables
@@ -217,6 +218,45 @@ def check_attention() -> None:
         q = qkv[position, : group * dim].float().view(group, dim)
         weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
         assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+def check_overflow() -> None:
+    """A token that left the range of numbers spoils what sees it, never an earlier one, which others may find cached."""
+    group, dim, block, length, spoilt = 2, 16, 16, 70, 40
+    table = torch.tensor([[4, 1, 5, 0, 2]], dtype=torch.int32)
+    positions = torch.arange(length, dtype=torch.int32)
+    cos, sin = torch.ones(length, dim // 2), torch.zeros(length, dim // 2)
+
+    def outputs(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k_cache, v_cache = (torch.full((6, 1, block, dim), float("nan"), dtype=qkv.dtype) for _ in range(2))
+        rope_write_kv(qkv, positions, torch.zeros_like(positions), table, cos, sin, k_cache, v_cache, group)
+        out, alone = (torch.zeros(rows, group * dim, dtype=qkv.dtype) for rows in (length, 2))
+        work = torch.tensor(prefill_work([(0, 0, length, 0)], group, 64), dtype=torch.int32)
+        prefill_attention(qkv, k_cache, v_cache, table, work, out, dim**-0.5, tile_rows=64)
+        scratch = decode_scratch(2, group, dim, 1, "cpu")
+        entries, picked = torch.arange(2, dtype=torch.int32), torch.tensor([spoilt - 1, spoilt])
+        arguments = (positions[picked], entries, torch.zeros_like(entries), scratch, alone, dim**-0.5, 1)
+        decode_attention(qkv[picked], k_cache, v_cache, table, *arguments)
+        return out, alone
+
+    generator = torch.Generator().manual_seed(8)
+    numbers = torch.randn(length, (group + 2) * dim, generator=generator)
+    for dtype in (torch.bfloat16, torch.float16):
+        want, want_alone = outputs(numbers.to(dtype))
+        for column, bad in (
+            (-3, float("inf")),  # v
+            (-dim, float("-inf")),
+            (-dim - 1, float("inf")),  # k
+            (-2 * dim, float("-inf")),
+            (slice(None), float("nan")),
+        ):
+            qkv = numbers.to(dtype)
+            qkv[spoilt, column] = bad
+            out, alone = outputs(qkv)
+            assert torch.equal(out[:spoilt], want[:spoilt]), f"{bad} in column {column} reached earlier tokens"
+            assert torch.equal(alone[0], want_alone[0])
+            assert out[spoilt:].isnan().all(), f"{bad} in column {column} was not seen by later tokens"
+            assert alone[1].isnan().all()
 
 
 def check_sampler() -> None:
@@ -576,6 +616,7 @@ CHECKS = {
     "linear": check_linear,
     "int8": check_int8,
     "attention": check_attention,
+    "overflow": check_overflow,
     "sampler": check_sampler,
     "kv_copy": check_kv_copy,
     "program": check_program,

@@ -1,6 +1,6 @@
 """Ranks under Triton's interpreter: processes over shared host memory meet by the kernels' own flags.
 
-``python -m tests.cuda.interpreted_ranks RANKS`` (or ``worker``, ``ipc``, ``shm``), with TRITON_INTERPRET=1 in the environment.
+``python -m tests.cuda.interpreted_ranks RANKS`` (or ``worker [int8]``, ``ipc``, ``shm``), with TRITON_INTERPRET=1 in the environment.
 """
 
 import functools
@@ -25,6 +25,7 @@ from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.linear_choice import LinearLayer
+from relay.kernels.cuda.linear_int8 import pack_codes
 from relay.kernels.cuda.loading import shapes_of
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas, sum_ranks
@@ -38,6 +39,7 @@ from relay.kernels.ranks import calls
 from relay.kernels.ranks.follower import obey
 from relay.kernels.ranks.split import fold, split_program
 from relay.kernels.ranks.weights import RankWeights
+from relay.kernels.reference import quantized as int8
 from relay.protocol.sampling import SamplingParams
 from relay.transfer.contract import (
     Identity,
@@ -154,36 +156,71 @@ class FileMemory:
 
 
 @contextmanager
-def share_of(rank: int, folder: str) -> Iterator[CudaRankShare]:
+def share_of(rank: int, folder: str, quantized: bool) -> Iterator[CudaRankShare]:
     """A share on no device whose numerics nobody computes."""
     with (
         without_a_device(),
         mock.patch("relay.kernels.cuda.rank_share.DeviceMemory", return_value=FileMemory(folder, rank)),
         mock.patch.object(CudaBackend, "numerics", return_value={"name": "stand-in"}),
     ):
-        yield CudaRankShare(CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False), "cpu", 2, rank, 32, 4)
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, quantized=quantized)
+        yield CudaRankShare(backend, "cpu", 2, rank, 32, 4)
 
 
-def follow(link: Any, folder: str) -> None:
+def follow(link: Any, folder: str, quantized: bool) -> None:
     """The second rank of ``check_worker``, as ``relay.worker.rank_process`` lives."""
     tensor_core_model.install()
-    with share_of(1, folder) as share:
+    with share_of(1, folder, quantized) as share:
         share.load(probe_program(), ProbeWeights())
+        if quantized:
+            check_codes(share, 1)
         calls.send(link, calls.encode(calls.Loaded(share.backend.numerics(), share.handle())))
         obey(share, link, 0, 1)
 
 
+def check_codes(share: CudaRankShare, rank: int) -> None:
+    """Every linear of the rank is quantised from its own part, a shorter depth included; the part of the tied head is not."""
+    part = split_program(probe_program(), 2, rank)
+    device = share.backend._device
+    for name, cut in part.cuts.items():
+        if cut.name.endswith("bias"):
+            continue
+        w = torch.from_numpy(packing.unpack_matrix(RankWeights(ProbeWeights(), part.cuts).matrix(name))).bfloat16()
+        if cut.name == "embed":
+            assert torch.equal(device.matrices[name], w)
+            continue
+        codes, scales = int8.quantize(w.float().numpy())
+        assert np.array_equal(device.scales[name].numpy(), scales), name
+        assert torch.equal(device.matrices[name], pack_codes(torch.from_numpy(codes))), name
+    assert len(device.scales) == 8
+
+
+def whole_logits(prompt: list[int]) -> np.ndarray:
+    """Of one int8 backend on one device."""
+    one = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False, quantized=True)
+    one.load(probe_program(), ProbeWeights())
+    one.allocate_kv(BLOCKS, BLOCK, "bfloat16")
+    batch = batch_of([(prompt, 0, [3, 1], 0)])
+    batch.capture_logits = True
+    one.bind_slot(0, SamplingParams(max_tokens=9), 0, prompt, [])
+    one.run(0, len(probe_program().ops), batch)
+    one.sample(batch)
+    return one.logits()[0]
+
+
 @contextmanager
-def worker_of_two() -> Iterator[RankedCudaBackend]:
+def worker_of_two(quantized: bool = False) -> Iterator[RankedCudaBackend]:
     """Loaded, with room for KV; at the end both ranks must have ended well."""
     ours, theirs = socket.socketpair()
-    with tempfile.TemporaryDirectory() as folder, share_of(0, folder) as share:
-        process = multiprocessing.get_context("spawn").Process(target=follow, args=(theirs, folder))
+    with tempfile.TemporaryDirectory() as folder, share_of(0, folder, quantized) as share:
+        process = multiprocessing.get_context("spawn").Process(target=follow, args=(theirs, folder, quantized))
         process.start()
         theirs.close()
         watch = SimpleNamespace(start=lambda: None, stop=lambda: None)
         backend = RankedCudaBackend(share, [ours], 0, watch)
         backend.load(probe_program(), ProbeWeights())
+        if quantized:
+            check_codes(share, 0)
         assert backend.kv_blocks_that_fit(BLOCK, 0.9) > 0
         backend.allocate_kv(BLOCKS, BLOCK, "bfloat16")
         yield backend
@@ -192,11 +229,11 @@ def worker_of_two() -> Iterator[RankedCudaBackend]:
         assert process.exitcode == 0
 
 
-def check_worker() -> None:
+def check_worker(quantized: bool = False) -> None:
     """A whole worker of two ranks: loading, meeting, steps ahead, a chunk that samples nothing, KV of both ranks, the end."""
     tensor_core_model.install()
     program, stop = probe_program(), len(probe_program().ops)
-    with worker_of_two() as backend:
+    with worker_of_two(quantized) as backend:
         prompt = TOKENS
         for slot in (0, 1):
             backend.bind_slot(slot, SamplingParams(max_tokens=9, temperature=0.9, seed=4), 0, prompt, [])
@@ -217,6 +254,10 @@ def check_worker() -> None:
         logits = backend.logits().copy()
         assert a == b
         assert np.array_equal(logits[0], logits[1]), "a chunk and a whole prompt differ"
+        if quantized:
+            whole = whole_logits(prompt)
+            error = np.linalg.norm(logits[0] - whole) / np.linalg.norm(whole)
+            assert 0 < error < 0.05, f"{error}: scales of a shorter depth are others, and near"
         again = backend.sample(third)
         assert again[0] == again[1]
         assert np.array_equal(*backend.logits())
@@ -345,7 +386,7 @@ def together(task: Any, ranks: int) -> list[Any]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        check_worker()
+        check_worker(sys.argv[2:] == ["int8"])
         sys.exit()
     if sys.argv[1] in ("ipc", "shm"):
         check_transfer(sys.argv[1])

@@ -1,6 +1,7 @@
 """Compile the kernels for GPUs that are not here: tensor-core instructions present, nothing spilled, shared memory in limits."""
 
 import importlib.util
+import re
 
 import pytest
 
@@ -164,17 +165,22 @@ def test_prefill_attention_without_hopper_features() -> None:
     assert made.shared <= SHARED_LIMIT[90] // 2  # two programs a multiprocessor
 
 
-def test_hopper_prefill_overlaps_softmax_with_products() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dim", "shared_out"), [("bf16", 128, True), ("fp16", 128, False), ("fp16", 64, True)]
+)
+def test_hopper_prefill_overlaps_softmax_with_products(dtype: str, dim: int, shared_out: bool) -> None:
     layout = attention_hopper.shared_layout()
-    descriptor = f"tensordesc<bf16[64, 128],{layout!r}>"
-    types = {**ATTENTION, "k_desc": descriptor, "v_desc": descriptor}
-    constants = {"GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK": 64, "RING": attention_hopper.STAGES, "SHARED": layout}
-    constants["SHARED_OUT"] = True
-    types["items"] = "i32"
+    descriptor = f"tensordesc<{dtype}[64, {dim}],{layout!r}>"
+    types = {name: kind.replace("*bf16", f"*{dtype}") for name, kind in ATTENTION.items()}
+    types |= {"k_desc": descriptor, "v_desc": descriptor, "items": "i32"}
+    constants = {"GROUP": 4, "KV_HEADS": 8, "DIM": dim, "BLOCK": 64, "RING": attention_hopper.STAGES, "SHARED": layout}
+    constants["SHARED_OUT"] = shared_out
     made = compile_for(attention_hopper.hopper_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
     assert made.shared <= SHARED_LIMIT[90]
     assert made.spills <= 16  # a few at entry, none in a loop
     assert made.counts.get("UTMALDG", 0) > 0
+    kinds = set(re.findall(r"wgmma\.mma_async\.\S+k16\.(\S+)", made.ptx))
+    assert kinds == {{"bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[dtype]}
     # between the products of a step and the wait for them stand the exponentials of the next tile (32 a thread, and the factors)
     assert max(made.exponentials_before_waits) >= 30
 

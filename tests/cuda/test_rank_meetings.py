@@ -80,11 +80,11 @@ def test_no_two_meetings_in_a_row_share_a_place() -> None:
     tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4),
     reason="Triton 3.6's interpreter needs numpy < 2.4",
 )
-@pytest.mark.parametrize("what", ["2", "4", "worker", "ipc", "shm"])
+@pytest.mark.parametrize("what", ["2", "4", "worker", "worker int8", "ipc", "shm"])
 def test_processes_meet(what: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.interpreted_ranks", what],
+        [sys.executable, "-m", "tests.cuda.interpreted_ranks", *what.split()],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -30,3 +30,6 @@ def test_weight_bytes_count_a_tied_matrix_once() -> None:
     g = GEOMETRY
     layer = g.hidden * (g.qkv_width + g.num_heads * g.head_dim + 2 * g.intermediate + g.intermediate)
     assert loading.weight_bytes(probe_program()) == 2 * (g.vocab * g.hidden + g.num_layers * layer)
+    scales = 4 * (g.qkv_width + 2 * g.hidden + 2 * g.intermediate)
+    coded = loading.weight_bytes(probe_program(), loading.coded_names(probe_program()))
+    assert coded == 2 * g.vocab * g.hidden + g.num_layers * (layer + scales)

@@ -57,6 +57,12 @@ def test_an_injected_fault_turns_it_red(model: tuple[Path, Path], fault: str) ->
     assert 0 <= report["identical"] < report["compared"]
 
 
+def test_weights_in_int8_are_the_gpu_s(model: tuple[Path, Path]) -> None:
+    result = verify(model, "--quantization", "int8")
+    assert result.returncode == 2
+    assert result.stderr == "relay: --quantization int8 needs --backend cuda, not cpu\n"
+
+
 @pytest.mark.parametrize("path", ["preempted", "prefix cache", "resumed, P killed"])
 def test_paths_that_need_the_whole_request_set(model: tuple[Path, Path], path: str) -> None:
     result = verify(model, "--path", path, "--json")

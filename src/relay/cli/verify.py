@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -48,6 +48,7 @@ KV_MEMORY_BYTES = 1 << 30
     show_default=True,
     help="Numbers in the KV cache; auto: float32, cuda: bfloat16.",
 )
+@click.option("--quantization", type=click.Choice(["int8"]), help="As `relay serve` takes it; GPUs only.")
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
@@ -70,6 +71,7 @@ def verify(
     tensor_parallel_size: int,
     threads: int,
     kv_cache_dtype: str,
+    quantization: Literal["int8"] | None,
     transport: TransportName,
     offline: bool,
     cache_dir: Path | None,
@@ -90,6 +92,7 @@ def verify(
         by_role=RoleDevices(ranks=tensor_parallel_size),
         threads=threads,
         kv_cache_dtype=kv_cache_dtype,
+        quantization=quantization,
         transport=transport,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
     )

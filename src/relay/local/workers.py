@@ -106,8 +106,7 @@ class LocalWorkers:
         devices = self._devices.get(worker.worker, config.devices[:1])
         device = devices[0]
         sharers = max(1, list(self._devices.values()).count(devices))
-        # A rank loads its own part, and nobody shares int8.
-        shared = config.backend == "cuda" and sharers > 1 and not config.quantization and len(devices) == 1
+        shared = config.backend == "cuda" and sharers > 1 and len(devices) == 1  # a rank loads its own part
         return WorkerSpec(
             worker=worker.worker,
             incarnation=worker.incarnation,

@@ -20,10 +20,9 @@ from relay.worker.spec import WorkerSpec
 from relay.worker.weights_link import NotShared, fetch, wait_for_end
 
 if TYPE_CHECKING:
-    import torch
-
     from relay.kernels.cpu.backend import CpuBackend
     from relay.kernels.cuda.backend import CudaBackend
+    from relay.kernels.cuda.weights import HeldWeights
     from relay.kernels.ranks.exchange import MeetingPlace
     from relay.kernels.ranks.share import Share
 
@@ -148,15 +147,15 @@ def _cuda(spec: WorkerSpec) -> "CudaBackend":
     )
 
 
-def _shared_weights(spec: WorkerSpec) -> "dict[str, torch.Tensor] | None":
+def _shared_weights(spec: WorkerSpec) -> "HeldWeights | None":
     """What the device's holder has loaded; None, with a line that says why, if it cannot be had."""
     from relay.kernels.cuda.memory import check_device
-    from relay.kernels.cuda.sharing import attach_tensors
+    from relay.kernels.cuda.sharing import attach_weights
 
     check_device(spec.device)
     try:
         connection, message = fetch(spec.weights_socket)
-        shared = attach_tensors(message, spec.device)
+        shared = attach_weights(message, spec.device)
     except (NotShared, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         print(f"weights are not shared: {reason}; this worker loads a copy", file=sys.stderr, flush=True)

@@ -108,7 +108,8 @@ def _load(spec: WorkerSpec) -> Callable[[], bytes]:
 
     pack = open_pack(spec)
     moved = report_for("holder", spec.pack_path, spec.device).moved
-    return hold_weights(build_program(pack.config), pack, spec.device, spec.kv_cache_dtype, moved)
+    program = build_program(pack.config)
+    return hold_weights(program, pack, spec.device, spec.kv_cache_dtype, spec.quantization == "int8", moved)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A program takes 128 (token, query head of one KV head) rows: two warpgroups of 6
 cores accumulate the values of this one; the two warpgroups fill each other's gaps.
 None of that changes an addition: each tile's state goes through the same steps in the same order as in ``attention_prefill``.
 Rows of V after the last token stored are zeroed in shared memory, since free cache memory may hold NaN. (Later tokens of the chunk
-are not: their weight is 0 and their values are finite, unless the model itself has overflowed.)
+are not: their weight is 0 and their values are finite, as ``rope`` writes them.)
 """
 
 from functools import cache
@@ -162,7 +162,7 @@ def _attend(
     if lowest < 63:
         s = gl.where(n[None, :] <= q_position[:, None], s, float("-inf"))
     m, lanes, p, _ = softmax(s, m, lanes, c)
-    left = gl.convert_layout(p.to(gl.bfloat16), LEFT)
+    left = gl.convert_layout(p.to(v_ring.dtype), LEFT)
     mbarrier.wait(bars.index((done + 1) % RING), ((done + 1) // RING) & 1, pred=tiles > 1)
     # Steps whose next tile every row sees need no mask; those that complete no split need no fold.
     whole = gl.maximum((lowest + 1) // 64 - 1, 0)
@@ -212,10 +212,11 @@ def hopper_kernel(
 
     ``items`` = entries of ``work`` times KV heads; a program takes its share of them one after another.
     """
-    q_first = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
-    q_second = gl.allocate_shared_memory(gl.bfloat16, [64, DIM], SHARED)
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 64, DIM], SHARED)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 64, DIM], SHARED)
+    TYPE: gl.constexpr = qkv.dtype.element_ty
+    q_first = gl.allocate_shared_memory(TYPE, [64, DIM], SHARED)
+    q_second = gl.allocate_shared_memory(TYPE, [64, DIM], SHARED)
+    k_ring = gl.allocate_shared_memory(TYPE, [RING, 64, DIM], SHARED)
+    v_ring = gl.allocate_shared_memory(TYPE, [RING, 64, DIM], SHARED)
     # barriers: [0, R) K full, [R, 2R) K free, [2R, 3R) V full, [3R, 4R) V free, 4R the V tile being zeroed
     bars = gl.allocate_shared_memory(gl.int64, [4 * RING + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
@@ -240,7 +241,7 @@ def hopper_kernel(
 
 
 def shared_layout() -> gl.NVMMASharedLayout:
-    """128-byte swizzle of bf16 rows, as wgmma and the copy engine expect."""
+    """128-byte swizzle of 16-bit rows, as wgmma and the copy engine expect."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 

@@ -160,9 +160,9 @@ def prefill_attention(
     )
 
 
-def tile_rows_for(block_size: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+def tile_rows_for(block_size: int, dim: int) -> int:
     """Rows of a program on this device and cache: what ``prefill_work`` must be called with."""
-    return attention_hopper.TILE_ROWS if _hopper(block_size, dim, dtype) else 64
+    return attention_hopper.TILE_ROWS if _hopper(block_size, dim) else 64
 
 
 def prefill(
@@ -180,12 +180,11 @@ def prefill(
     ``work`` made with ``tile_rows_for``; ``keys``: the tokens of its sequences together.
     """
     _, _, block_size, dim = k_cache.shape
-    if _hopper(block_size, dim, k_cache.dtype):
+    if _hopper(block_size, dim):
         attention_hopper.prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, keys)
     else:
         prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=64, warps=4, stages=2)
 
 
-def _hopper(block_size: int, dim: int, dtype: torch.dtype) -> bool:
-    able = not INTERPRETED and torch.cuda.is_available() and dtype == torch.bfloat16
-    return able and attention_hopper.supported(block_size, dim)
+def _hopper(block_size: int, dim: int) -> bool:
+    return not INTERPRETED and torch.cuda.is_available() and attention_hopper.supported(block_size, dim)

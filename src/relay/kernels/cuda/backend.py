@@ -8,7 +8,7 @@ decode batch up to a captured size cannot change a bit.
 therefore ``run`` step n + 1 (its token ids -1) before it calls ``sample`` for step n, and no host time is exposed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import device_errors
-from relay.kernels.cuda.loading import load_weights, weight_bytes
+from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
 from relay.kernels.cuda.memory import Allocate, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
-from relay.kernels.cuda.weights import TYPES, Progress, WeightUpload, no_progress
+from relay.kernels.cuda.weights import TYPES, HeldWeights, Progress, WeightUpload, no_progress
 from relay.kernels.cuda.written import LayerEvents
 from relay.kernels.kv_frames import Heads, KvRange, Place
 from relay.kernels.probe import probe_digest
@@ -58,7 +58,7 @@ class CudaBackend:
         max_tokens: int = 8192,
         graphs: bool = True,
         progress: Progress = no_progress,
-        shared: dict[str, torch.Tensor] | None = None,
+        shared: HeldWeights | None = None,
         sharers: int = 1,
         dtype: str = "bfloat16",
         quantized: bool = False,
@@ -66,7 +66,7 @@ class CudaBackend:
         """``dtype``: "bfloat16" or "float16" of weights, activations and KV alike; ``quantized``: weights of
         linears in int8 instead.
 
-        ``shared``: matrices of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
+        ``shared``: weights of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
         torch.cuda.set_device(device)
         self._device = Device(device, max_decodes=max_rows)
@@ -85,6 +85,7 @@ class CudaBackend:
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
         self._meetings: Mapping[int, Meeting] = {}
+        self._kept: Set[str] = frozenset()
         self._capacity = 0
         self._step: Step | None = None
         self._mode: Mode = PLAIN
@@ -95,12 +96,13 @@ class CudaBackend:
     @device_errors()
     def load(self, program: Program, weights: WeightSource) -> None:
         """Raises CorruptModelError for a missing weight or a wrong shape, DoesNotFitError where memory runs out."""
+        coded = coded_names(program, self._kept) if self._quantized else frozenset()
         try:
             upload = WeightUpload(self._device.name, self._progress, self._type)
-            load_weights(program, weights, self._device, upload, self._shared, quantized=self._quantized)
+            load_weights(program, weights, self._device, upload, self._shared, coded=coded)
             self.bind(program)
         except torch.cuda.OutOfMemoryError as error:
-            raise does_not_fit(self._device.name, "the weights", weight_bytes(program)) from error
+            raise does_not_fit(self._device.name, "the weights", weight_bytes(program, coded)) from error
 
     def load_tensors(
         self, program: Program, matrices: dict[str, torch.Tensor], vectors: dict[str, torch.Tensor]
@@ -110,9 +112,9 @@ class CudaBackend:
         self._device.vectors.update(vectors)
         self.bind(program)
 
-    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan) -> None:
-        """Before ``load``: this is one rank of several, and meets the others after these ops."""
-        self._meetings, self._device.areas = meetings, areas
+    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan, kept: Set[str]) -> None:
+        """Before ``load``: this is one rank of several, and meets the others after these ops. ``kept``: never quantised."""
+        self._meetings, self._device.areas, self._kept = meetings, areas, kept
 
     def set_links(self, links: Links) -> None:
         """Before the first step: where the other ranks are."""
@@ -160,7 +162,7 @@ class CudaBackend:
         points = met_points(points, self._meetings) if ranks else points
         self._written = LayerEvents(points, num_blocks, block_size, ranks=ranks)
         self._group = g.num_heads // g.num_kv_heads
-        self._tile_rows = tile_rows_for(block_size, g.head_dim, self._type)
+        self._tile_rows = tile_rows_for(block_size, g.head_dim)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
         """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
@@ -168,7 +170,7 @@ class CudaBackend:
             self.reserve(self._max_tokens, self._max_rows)
         self._stream.synchronize()
         torch.cuda.empty_cache()
-        borrowed = weight_bytes(self._program) // self._sharers if self._shared is not None else 0
+        borrowed = self._shared.num_bytes // self._sharers if self._shared is not None else 0
         return kv_blocks_that_fit(self._device.name, self._program.geometry, block_size, fraction, borrowed)
 
     @device_errors()

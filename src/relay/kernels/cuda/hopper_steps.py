@@ -106,4 +106,4 @@ def advance(
                 total_m, total_l, total_acc = fold(total_m, total_l, total_acc, done_m, l, acc, c)
                 acc = gl.zeros([64, DIM], gl.float32, VALUES)
         acc = acc * gl.convert_layout(a, gl.SliceLayout(1, VALUES))[:, None]
-    return m, lanes, gl.convert_layout(p.to(gl.bfloat16), LEFT), acc, total_m, total_l, total_acc
+    return m, lanes, gl.convert_layout(p.to(v_ring.dtype), LEFT), acc, total_m, total_l, total_acc

@@ -1,6 +1,6 @@
 """Weights of a program onto the device, with every name and shape checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from relay.errors import CorruptModelError
 from relay.kernels.cuda.file_upload import FileUpload
 from relay.kernels.cuda.linear_int8 import pack_codes, quantize
 from relay.kernels.cuda.ops import Device
-from relay.kernels.cuda.weights import WeightUpload
+from relay.kernels.cuda.weights import HeldWeights, WeightUpload
 from relay.kernels.model_files import FileMatrix, in_files
 from relay.kernels.program import Embed, HeadNorm, Linear, Program, RmsNorm
 from relay.kernels.weights import WeightSource
@@ -23,42 +23,44 @@ def load_weights(
     weights: WeightSource,
     device: Device,
     upload: WeightUpload,
-    shared: dict[str, torch.Tensor] | None = None,
+    shared: HeldWeights | None = None,
     *,
-    quantized: bool = False,
+    coded: Set[str] = frozenset(),
 ) -> None:
-    """Fill ``device.matrices`` (or take the ``shared`` ones) and ``device.vectors``; ``quantized``: int8, with ``device.scales``.
+    """Fill ``device.matrices`` and ``device.scales`` (or take the ``shared`` ones) and ``device.vectors``; ``coded`` in int8.
 
     Raises CorruptModelError for a missing weight or a wrong shape.
     """
-    matrices, vectors = shapes_of(program)
     if shared is not None:
-        if {name: tuple(tensor.shape) for name, tensor in shared.items()} != matrices:
-            raise CorruptModelError("the weights that another process shares are not this model's")
-        device.matrices.update(shared)
-    else:
-        device.matrices.update(load_matrices(program, weights, upload, device.scales if quantized else None))
-    for name, wanted in vectors.items():
+        check_shared(program, shared, coded, upload.dtype)
+    held = load_matrices(program, weights, upload, coded) if shared is None else shared
+    device.matrices.update(held.matrices)
+    device.scales.update(held.scales)
+    for name, wanted in shapes_of(program)[1].items():
         vector = _get(weights.vector, name)
         if vector.shape != wanted or vector.dtype != np.float32:
             raise CorruptModelError(f"{name} is {vector.dtype} {vector.shape}, the program needs float32 {wanted}")
         device.vectors[name] = torch.from_numpy(np.array(vector)).to(device.name)
 
 
+def coded_names(program: Program, kept: Set[str] = frozenset()) -> frozenset[str]:
+    """The matrices that int8 weights mean: those of linears but for one that is also the embedding, or is ``kept`` as it is."""
+    embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
+    return frozenset(op.weight for op in program.ops if isinstance(op, Linear)) - embeddings - kept
+
+
 def load_matrices(
-    program: Program, weights: WeightSource, upload: WeightUpload, scales: dict[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Every matrix of ``program``, 16-bit [n, k]. With ``scales``, which is filled, those of linears are int8 but for one that is
-    also the embedding. Raises CorruptModelError."""
-    found: dict[str, torch.Tensor] = {}
+    program: Program, weights: WeightSource, upload: WeightUpload, coded: Set[str] = frozenset()
+) -> HeldWeights:
+    """Every matrix of ``program``, those of ``coded`` quantised. Raises CorruptModelError."""
+    held = HeldWeights()
     left: dict[str, FileMatrix] = {}
-    whole = {op.weight for op in program.ops if isinstance(op, Embed)}
 
     def keep(name: str, matrix: torch.Tensor) -> None:
-        if scales is not None and name not in whole:
-            codes, scales[name] = quantize(matrix)
+        if name in coded:
+            codes, held.scales[name] = quantize(matrix)
             matrix = pack_codes(codes)
-        found[name] = matrix
+        held.matrices[name] = matrix
 
     for name, shape in shapes_of(program)[0].items():
         source = _get(lambda name: in_files(weights, name) or weights.matrix(name), name)
@@ -70,7 +72,24 @@ def load_matrices(
             keep(name, upload.matrix(source))
     if left:
         FileUpload(upload.device, upload.progress, upload.dtype).load(left, keep)
-    return found
+    return held
+
+
+def check_shared(program: Program, shared: HeldWeights, coded: Set[str], dtype: torch.dtype) -> None:
+    """Raises CorruptModelError unless ``shared`` is what ``load_matrices`` would have made, as far as shapes and types tell."""
+    shapes = shapes_of(program)[0]
+    scales = {name: (tuple(one.shape), one.dtype) for name, one in shared.scales.items()}
+    whole = {name: (tuple(one.shape), one.dtype) for name, one in shared.matrices.items() if name not in scales}
+    # The layout of codes is their kernel's business: they are integers, a byte a weight or more.
+    codes = [(name, shared.matrices[name]) for name in coded & shared.matrices.keys()]
+    if (
+        shared.matrices.keys() != shapes.keys()
+        or scales != {name: (shapes[name][:1], torch.float32) for name in coded}
+        or whole != {name: (shape, dtype) for name, shape in shapes.items() if name not in coded}
+        or any(one.is_floating_point() for _, one in codes)
+        or any(one.numel() * one.element_size() < shapes[name][0] * shapes[name][1] for name, one in codes)
+    ):
+        raise CorruptModelError("the weights that another process shares are not this model's")
 
 
 def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
@@ -95,9 +114,9 @@ def shapes_of(program: Program) -> tuple[dict[str, tuple[int, int]], dict[str, t
     return matrices, vectors
 
 
-def weight_bytes(program: Program) -> int:
-    """Bytes of all matrices of ``program`` in bf16."""
-    return 2 * sum(n * k for n, k in shapes_of(program)[0].values())
+def weight_bytes(program: Program, coded: Set[str] = frozenset()) -> int:
+    """Bytes of all matrices of ``program``: 16 bits a weight, or 8 and the scales of ``coded``. Padding is not counted."""
+    return sum(n * k + 4 * n if name in coded else 2 * n * k for name, (n, k) in shapes_of(program)[0].items())
 
 
 def _get(load: Callable[[str], Loaded], name: str) -> Loaded:

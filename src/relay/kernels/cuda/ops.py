@@ -91,11 +91,12 @@ def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
         assert device.links is not None
         assert device.areas is not None
         rows = _rows(step, Buffer.L if isinstance(meeting, Gather) else Buffer.X)
-        w = device.matrices[op.weight]
         area, start = device.links.areas[device.links.rank], device.areas.starts[index]
-        height = device.buffers[Buffer.L if isinstance(meeting, Gather) else Buffer.X].shape[0]
-        target = area[start : start + height * w.shape[0]].view(height, w.shape[0])
-        device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
+        height, outputs = device.buffers[Buffer.L if isinstance(meeting, Gather) else Buffer.X].shape
+        if isinstance(meeting, Gather):
+            first, last = meeting.parts[device.links.rank]
+            outputs = last - first
+        _product(op, device, area[start : start + height * outputs].view(height, outputs), rows)
         if isinstance(meeting, Gather):
             if rows == 0:  # nothing is sampled, on any rank: there is nobody to meet
                 return
@@ -151,6 +152,15 @@ def _compile(program: Program, index: int, device: Device) -> Launch:
             )
 
 
+def _product(op: Linear, device: Device, target: torch.Tensor, rows: int) -> None:
+    """target[:rows] of a linear without what its record says besides; what follows in ``target`` may be overwritten."""
+    x, w, scales = device.buffers[op.src], device.matrices[op.weight], device.scales.get(op.weight)
+    if scales is None:
+        device.layers[w.shape[0], w.shape[1]](x, w, target, rows)
+    elif rows:
+        linear_int8(x[:rows], w, scales, target[:rows])
+
+
 def _linear(op: Linear, after: Op | None, device: Device) -> Launch:
     fused = op.accumulate and isinstance(after, RmsNorm | SelectRows) and after.src is op.dst
     if op.accumulate and op.dst is not Buffer.X:
@@ -158,14 +168,9 @@ def _linear(op: Linear, after: Op | None, device: Device) -> Launch:
 
     def launch(step: Step) -> None:
         rows = _rows(step, op.dst)
-        w = device.matrices[op.weight]
         target = device.product if op.accumulate else device.buffers[op.dst]
         assert target is not None
-        scales = device.scales.get(op.weight)
-        if scales is None:
-            device.layers[w.shape[0], w.shape[1]](device.buffers[op.src], w, target, rows)
-        elif rows:
-            linear_int8(device.buffers[op.src][:rows], w, scales, target[:rows])
+        _product(op, device, target, rows)
         if op.bias is not None:
             add_bias(target[:rows], device.vectors[op.bias])
         if op.accumulate and not fused:

@@ -15,7 +15,7 @@ from relay.kernels.cuda.linear_choice import row_counts
 from relay.kernels.cuda.memory import does_not_fit
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas
 from relay.kernels.kv_frames import SharingFailed
-from relay.kernels.program import Program
+from relay.kernels.program import Embed, Program
 from relay.kernels.ranks.split import split_program
 from relay.kernels.ranks.weights import RankWeights
 from relay.kernels.weights import WeightSource
@@ -49,7 +49,10 @@ class CudaRankShare:
     def load(self, program: Program, weights: WeightSource) -> None:
         part = split_program(program, self._ranks, self._rank)
         plan = plan_areas(part, self._rows, self._sampled)
-        self.backend.set_meetings(part.meetings, plan)
+        # Part of a tied head is a matrix of its own here, and stays in 16 bits as the whole one does.
+        embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
+        kept = {name for name, cut in part.cuts.items() if cut.name in embeddings}
+        self.backend.set_meetings(part.meetings, plan, kept)
         self.backend.load(part.program, RankWeights(weights, part.cuts))
         for meeting in part.meetings.values():
             bias = getattr(meeting, "bias", None)

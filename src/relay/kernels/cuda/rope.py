@@ -4,6 +4,10 @@ Reads q | k | v of a token (bf16), and for each q and k head: (QK-norm) mean of 
 of one warp, y = bf16((x * s) * weight); rotation in fp32 with the table row of the position: (fma(a, c, -(b * s)),
 fma(b, c, a * s)), a from the first half of the head, b from the second; rounded once to bf16. q returns to its place in the
 projection buffer; k and v go to the cache. One program a (token, head).
+
+V in the cache is finite: attention multiplies later tokens of a chunk by a weight of 0, and 0 times anything else would be NaN in
+tokens that must not see them. What is not finite in v is stored as 0, and k gets NaN in its place, as where k itself is not finite:
+scores of unseen tokens are masked by selection, so whoever sees the token is NaN, and nobody else.
 """
 
 import torch
@@ -19,6 +23,13 @@ def _head_scale(a, b, eps, DIM: tl.constexpr):
     """1 / rms of each head whose halves are the rows of a and b."""
     total = tl.sum(a * a + b * b, 1)
     return tl.div_rn(1.0, square_root(tl.div_rn(total, float(DIM)) + eps))
+
+
+@triton.jit
+def _marked(own, v, is_v):
+    """``own`` where it and the ``v`` beside it are finite; else 0 in v, NaN in q and k."""
+    fine = (tl.abs(own.to(tl.float32)) < float("inf")) & (tl.abs(v) < float("inf"))
+    return tl.where(fine, own.to(tl.float32), tl.where(is_v, 0.0, float("nan"))).to(own.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -56,6 +67,9 @@ def rope_kernel(
         at = qkv + (token * (Q_HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + half[None, :]
         a = tl.load(at, mask=known, other=0.0).to(tl.float32)
         b = tl.load(at + DIM // 2, mask=known, other=0.0).to(tl.float32)
+        is_k = (head >= Q_HEADS)[:, None] & (head < Q_HEADS + KV_HEADS)[:, None]
+        va = tl.load(at + KV_HEADS * DIM, mask=is_k, other=0.0).to(tl.float32)
+        vb = tl.load(at + KV_HEADS * DIM + DIM // 2, mask=is_k, other=0.0).to(tl.float32)
         is_q = (head < Q_HEADS)[:, None]
         is_v = (head >= Q_HEADS + KV_HEADS)[:, None]
         x = a
@@ -70,13 +84,12 @@ def rope_kernel(
             y = ((b * s) * tl.where(is_q, qb, kb)).to(qkv.dtype.element_ty).to(tl.float32)
         c = tl.load(cos + position * (DIM // 2) + half)[None, :] + tl.zeros_like(x)
         s = tl.load(sin + position * (DIM // 2) + half)[None, :] + tl.zeros_like(x)
-        first = tl.where(is_v, a, tl.fma(x, c, -(y * s))).to(qkv.dtype.element_ty)
-        second = tl.where(is_v, b, tl.fma(y, c, x * s)).to(qkv.dtype.element_ty)
+        first = _marked(tl.where(is_v, a, tl.fma(x, c, -(y * s))).to(qkv.dtype.element_ty), va, is_v)
+        second = _marked(tl.where(is_v, b, tl.fma(y, c, x * s)).to(qkv.dtype.element_ty), vb, is_v)
         tl.store(at, first, mask=is_q & known)
         tl.store(at + DIM // 2, second, mask=is_q & known)
         kv_head = tl.where(is_v, head[:, None] - Q_HEADS - KV_HEADS, head[:, None] - Q_HEADS)
         place = ((block * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DIM + half[None, :]
-        is_k = (head >= Q_HEADS)[:, None] & (head < Q_HEADS + KV_HEADS)[:, None]
         tl.store(k_cache + place, first, mask=is_k)
         tl.store(k_cache + place + DIM // 2, second, mask=is_k)
         tl.store(v_cache + place, first, mask=is_v & known)

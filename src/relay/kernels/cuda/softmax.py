@@ -4,13 +4,14 @@ Tile of 64 keys at absolute multiples of 64, split of 512 keys (8 tiles). State 
 lanes, acc. For one tile, with c = scale * log2(e) rounded once to fp32:
     s = q . k (tensor-core chain over the head dimension), invisible keys -inf; m' = max(m, max s);
     p = exp2(fma(s, c, -(m' * c))); a = exp2((m - m') * c); lane sums by an explicit tree (below); l = fma(l, a, lanes);
-    acc = acc * a, then acc += bf16(p) . v (tensor-core chain over the keys).
+    acc = acc * a, then acc += p . v, p rounded to the type of v (tensor-core chain over the keys).
 Lane j of 4 holds the columns with (column // 2) % 4 == j, the ones a thread of an MMA fragment holds, summed by the tree
 written out in ``lane_sums`` with elementwise additions of halves: no compiler-chosen reduction order is left, whatever the layout.
 A split's l is (l0 + l1) + (l2 + l3). Splits fold in ascending order from the identity:
     M' = max(M, m); w1 = exp2((M - M') * c), w2 = exp2((m - M') * c); ACC = fma(acc, w2, ACC * w1); L = fma(l, w2, L * w1).
 An invisible tile or split is an exact identity, and folding the first split from the identity is exact. The output is
-ACC * (1 / L), the division IEEE, rounded once to bf16.
+ACC * (1 / L), the division IEEE, rounded once to the type of activations. (p is at most 1, but
+for the rounding of m' * c, so fp16 holds it; small values are subnormal there.)
 """
 
 import triton

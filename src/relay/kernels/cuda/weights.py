@@ -6,6 +6,7 @@ for (exact for packs of that type).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +22,19 @@ Progress = Callable[[int], None]  # bytes moved since the last call
 
 def no_progress(moved: int) -> None:
     """For callers that do not look."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Matrices of a program by name: 16-bit [n, k], or a quantised layer's codes, in the layout of its kernel, where ``scales``
+    (fp32 [n]) has the name."""
+
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in (*self.matrices.values(), *self.scales.values()))
 
 
 class WeightUpload:

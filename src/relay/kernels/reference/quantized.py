@@ -3,6 +3,7 @@
 w[n, k] ≈ q[n, k] · s[n] with s[n] = max_k |w[n, k]| / 127 and q = rint(w / s), ties to even, all in fp32; a row of zeros has s = 1.
 y[m, n] = round(s[n] · Σ_k x[m, k] · q[n, k]): the sum is the chain of an unquantised product whose weights are the integers, which
 every 16-bit type of activations holds exactly (|q| ≤ 127), so its bits depend on tiles and batch as little as that one's do.
+Of several ranks each quantises the part of w that it has: where w is cut by depth, max_k is over the rank's own k.
 """
 
 import numpy as np
