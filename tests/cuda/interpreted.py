@@ -570,6 +570,53 @@ def check_transfer() -> None:
         target.join(60)
 
 
+def check_threads() -> None:
+    """Whatever a thread does first, it has said before on which device."""
+    log: list[tuple[int, str]] = []
+
+    def seen(what: str) -> Callable[..., object]:
+        def call(*_: object) -> object:
+            log.append((threading.get_ident(), what))
+            return nullcontext()
+
+        return call
+
+    def pinned(size: int) -> torch.Tensor:
+        seen("pinned memory")()
+        return torch.empty(size, dtype=torch.uint8)
+
+    with (
+        without_a_device(),
+        mock.patch.object(torch.cuda, "set_device", seen("device")),
+        mock.patch.object(torch.cuda, "stream", seen("stream")),
+        mock.patch("relay.kernels.cuda.kv_copy.pinned", pinned),
+        mock.patch.object(LinearLayer, "test"),
+    ):
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend.load(probe_program(), ProbeWeights())
+        backend.allocate_kv(8, 16, "bfloat16")
+        batch = batch_of([([1, 2, 3], 0, [3], 0)])
+        size = 3 * backend.kv_bytes_per_token_layer()
+        backend.bind_slot(0, SamplingParams(max_tokens=9), 0, [1, 2, 3], [])
+        table = np.array([3], np.int32)
+        for work in (
+            lambda: backend.bind_slot(1, SamplingParams(max_tokens=9), 0, [1], []),
+            lambda: backend.run(0, len(probe_program().ops), batch),
+            lambda: backend.sample(batch),
+            lambda: backend.copy_block(3, 4),
+            lambda: backend.allocate(64),
+            lambda: backend.read_kv(0, table, 0, 3, memoryview(bytearray(size))),
+            lambda: backend.write_kv(0, table, 0, 3, memoryview(bytearray(size))),
+        ):
+            log.clear()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert log
+            assert log[0] == (log[0][0], "device"), log
+            assert threading.get_ident() not in dict(log)
+
+
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
@@ -612,6 +659,7 @@ CHECKS = {
     "backend": check_backend,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,
+    "threads": check_threads,
     "float16": lambda: check_backend("float16"),
     "linear": check_linear,
     "int8": check_int8,

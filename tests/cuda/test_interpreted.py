@@ -32,6 +32,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "float16",
         "quantized",
         "transfer",
+        "threads",
         "baseline",
     ],
 )

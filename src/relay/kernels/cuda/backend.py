@@ -23,7 +23,7 @@ from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
 from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
-from relay.kernels.cuda.launch import device_errors
+from relay.kernels.cuda.launch import OwnDevice, device_errors
 from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
 from relay.kernels.cuda.memory import Allocate, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
@@ -68,7 +68,8 @@ class CudaBackend:
 
         ``shared``: weights of another process, used instead of those ``load`` is given; ``sharers`` bear their memory."""
         check_device(device)
-        torch.cuda.set_device(device)
+        self._own = OwnDevice(device)
+        self._own.enter()
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._progress = progress
@@ -205,6 +206,7 @@ class CudaBackend:
 
     @device_errors()
     def run(self, start: int, stop: int, batch: Batch) -> None:
+        self._own.enter()
         with torch.cuda.stream(self._stream):
             if start == 0:
                 self._transfers.join(self._stream)
@@ -270,6 +272,7 @@ class CudaBackend:
     def bind_slot(
         self, slot: int, params: SamplingParams, choice: int, prompt_ids: list[int], output_ids: list[int]
     ) -> None:
+        self._own.enter()
         if not 0 <= slot < self._max_rows:
             raise UsageError(f"slot {slot}, but the backend was made for {self._max_rows} rows")
         with torch.cuda.stream(self._stream):
@@ -295,6 +298,7 @@ class CudaBackend:
     @device_errors()
     def sample(self, batch: Batch) -> list[SampledToken]:
         """Raises InvalidLogits (its ``row`` indexes ``sampled_rows``)."""
+        self._own.enter()
         pending = self._draws.take(batch)
         tokens = pending.tokens()
         self._captured = None
@@ -360,6 +364,7 @@ class CudaBackend:
     @device_errors()
     def copy_block(self, source: int, target: int) -> None:
         assert self._device.kv is not None
+        self._own.enter()
         self._transfers.join(self._stream)
         with torch.cuda.stream(self._stream):
             self._device.kv[:, :, target].copy_(self._device.kv[:, :, source])

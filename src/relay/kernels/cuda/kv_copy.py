@@ -180,6 +180,7 @@ class KvTransfers:
 
     def allocate(self, size: int) -> memoryview:
         """Pinned memory that copies may go to, as long as it is referenced."""
+        self._lane()  # sets the thread's device
         values = pinned(size).numpy()
         address = values.ctypes.data
         with self._lock:

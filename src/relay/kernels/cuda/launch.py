@@ -7,6 +7,7 @@ scheduled. Because every kernel waits, a kernel's end implies the end of all bef
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,6 +79,24 @@ def device_errors() -> Iterator[None]:
             first = str(error).splitlines()[0]
             raise DeviceLostError(f"the GPU failed: {first}; this worker ends") from error
         raise
+
+
+class OwnDevice:
+    """The device that this process's threads work on.
+
+    A thread begins on the first device, whoever's that is, and what it then asks of CUDA opens a context there: half a GiB of
+    another worker's memory, and seconds of waiting while that worker is busy, in which a step looks hung.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads = threading.local()
+
+    def enter(self) -> None:
+        """Before anything that the calling thread does there."""
+        if not hasattr(self._threads, "entered"):
+            torch.cuda.set_device(self._name)
+            self._threads.entered = True
 
 
 @triton.jit
