@@ -1,6 +1,6 @@
 """Ranks under Triton's interpreter: processes over shared host memory meet by the kernels' own flags.
 
-``python -m tests.cuda.interpreted_ranks RANKS`` (or ``worker [int8]``, ``ipc``, ``shm``), with TRITON_INTERPRET=1 in the environment.
+``python -m tests.cuda.interpreted_ranks RANKS`` (or ``worker [int8]``, ``ipc``, ``shm``), with TRITON_INTERPRET=1 set.
 """
 
 import functools

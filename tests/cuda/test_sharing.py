@@ -141,9 +141,9 @@ def test_the_holder_loads_what_its_spec_says(quantization: Literal["", "int8"]) 
         worker="decode-0", incarnation=1, gateways=[], pack_path="p", device="cpu", kv_cache_dtype="float16",
         quantization=quantization,
     )  # fmt: skip
-    pack = SimpleNamespace(digest="", config=None, matrix=ProbeWeights().matrix, vector=ProbeWeights().vector)
+    pack = SimpleNamespace(config=None, matrix=ProbeWeights().matrix, vector=ProbeWeights().vector)
     with (
-        mock.patch("relay.models.pack.Pack", return_value=pack),
+        mock.patch.object(weights_process, "open_pack", return_value=pack),
         mock.patch("relay.models.llama.build_program", return_value=probe_program()),
         mock.patch("relay.worker.weights_process.report_for"),
     ):
