@@ -108,7 +108,8 @@ def loaded(
         if on == "cpu":
             stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
             stack.enter_context(mock.patch.object(torch.cuda, "Event"))
-        loading.load_weights(program, pack, device, upload, quantized=quantized)
+        coded = loading.coded_names(program) if quantized else frozenset()
+        loading.load_weights(program, pack, device, upload, coded=coded)
     found = {f"matrix {name}": tensor for name, tensor in device.matrices.items()}
     found |= {f"scale {name}": tensor for name, tensor in device.scales.items()}
     return found | {f"vector {name}": tensor for name, tensor in device.vectors.items()}
