@@ -153,7 +153,7 @@ def load(pack: Any, device: str = "cuda:0", dtype: str = "bfloat16") -> tuple[di
     found = load_matrices(build_program(pack.config), pack, WeightUpload(device, dtype=TYPES[dtype])).matrices
     if device != "cpu":
         torch.cuda.synchronize()
-    return found.matrices, rate(sum(rows.num_bytes for rows in pack.matrices()), time.perf_counter() - begin)
+    return found, rate(sum(rows.num_bytes for rows in pack.matrices()), time.perf_counter() - begin)
 
 
 def rate(num_bytes: int, seconds: float) -> Result:
