@@ -34,7 +34,9 @@ class Setup:
     block_size: int
     chunk: int
     ready_s: float  # what a start is expected to take
+    ranks_ready_s: float  # what a start of ranks is expected to take
     start_s: float  # what a start may take
+    settle_s: float  # what a worker's restart may take, before a part
     transfer_s: float  # what KV over one transport is expected to take
     verify_s: float
     kill_s: float
@@ -59,6 +61,10 @@ class Setup:
         }[name]
         return (*chosen, *placed)
 
+    def ready_of(self, shape: str) -> float:
+        """What a start of ``shape`` is expected to take."""
+        return self.ranks_ready_s if shape == "ranks" else self.ready_s
+
     def load_s(self, factors: tuple[float, ...]) -> float:
         """What one server's loads are expected to take: warm-up, each factor with its last answers, the backlog."""
         return 4 + len(factors) * (self.load.seconds + 3) + 6
@@ -81,10 +87,12 @@ GPUS = Setup(
     block_size=64,
     chunk=8192,
     ready_s=18.0,
+    ranks_ready_s=34.0,
     start_s=90.0,
+    settle_s=40.0,
     transfer_s=72.0,
     verify_s=115.0,
-    kill_s=28.0,
+    kill_s=13.0,
 )
 CPUS = Setup(
     backend="cpu",
@@ -103,7 +111,9 @@ CPUS = Setup(
     block_size=16,
     chunk=256,
     ready_s=2.0,
+    ranks_ready_s=3.0,
     start_s=60.0,
+    settle_s=30.0,
     transfer_s=4.0,
     verify_s=10.0,
     kill_s=8.0,

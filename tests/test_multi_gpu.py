@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.gpu_serve import Stream
+from benchmarks.gpu_server import Stream
 from benchmarks.multi_gpu import Bench, Part, transferred
 from benchmarks.multi_gpu_load import Load, Planned, figures, is_good, plan
 from benchmarks.multi_gpu_report import best_budget, compared, same_tokens, shapes
@@ -262,24 +262,34 @@ def test_a_server_that_does_not_start_is_named_by_its_parts_and_the_others_run(
 ) -> None:
     starts: list[tuple[str, ...]] = []
 
+    told: list[Path] = []
+
+    @dataclass
+    class Fake:
+        log: Path
+
+        def tell(self) -> None:
+            told.append(self.log)
+
     @contextlib.contextmanager
-    def serving(model: str, *flags: str, **rest: Any) -> Iterator[str]:
+    def serving(model: str, *flags: str, log: Path, **rest: Any) -> Iterator[Fake]:
         starts.append(flags)
         if "--tensor-parallel-size" in flags:
             raise RuntimeError("not ready")
-        yield "a server"
+        yield Fake(log)
 
     monkeypatch.setattr("benchmarks.multi_gpu.serving", serving)
     run = Run(tmp_path / "out.json", 100, "cpu")
     bench = Bench(CPUS, tmp_path / "pack", tmp_path, run)
     bench.parts = {
         "ranks-64": Part(0, lambda server, flags: 1, ("ranks",)),
-        "split": Part(0, lambda server, flags: [server, *flags], ("split",)),
+        "split": Part(0, lambda server, flags: list(flags), ("split",)),
         "kv": Part(0, lambda: 3),
         "kill": Part(0, lambda server, flags: 1 // 0, ("split",)),
     }
     bench.measure(bench.named("ranks,split,kv,kill"))
-    assert run.found["parts"] == {"split": ["a server", *CPUS.shape("split")], "kv": 3}
+    assert run.found["parts"] == {"split": list(CPUS.shape("split")), "kv": 3}
+    assert told == [tmp_path / "split.log"]  # for the kill that failed
     assert run.found["problems"]["ranks-64"] == "not ready"
     assert "ZeroDivisionError" in run.found["problems"]["kill"]
     assert len(starts) == 2
