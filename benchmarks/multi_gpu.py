@@ -67,18 +67,18 @@ class Bench:
             "split": Part(loads, load, ("split",)),
             "kill": Part(setup.kill_s, partial(self.kill, "decode-0", 1), ("split",)),
         }
-        *budgets, last = setup.budgets
-        for family, budget in (
-            *(("colocated", budget) for budget in budgets),
-            *(("ranks", budget) for budget in setup.rank_budgets),
-            ("colocated", last),
-        ):
-            server = (family, *budget_flags(budget))
-            found[f"{family}-{budget}"] = Part(loads, load, server)
-            if family == "colocated" and budget == max(setup.budgets):
+        for budget in setup.budgets:
+            server = ("colocated", *budget_flags(budget))
+            found[f"colocated-{budget}"] = Part(loads, load, server)
+            if budget == max(setup.budgets):  # where prompts are computed again in the fewest steps
                 found["kill-replica"] = Part(setup.kill_s, partial(self.kill, "worker-0", 2), server)
+        for budget in setup.rank_budgets:
+            found[f"ranks-{budget}"] = Part(loads, load, ("ranks", *budget_flags(budget)))
+        self.main = list(found)
         found["kv"] = Part(setup.transfer_s, partial(self.kv, setup.transports[0]))
         found["kv-other"] = Part(setup.transfer_s, partial(self.kv, setup.transports[1]))
+        for budget in setup.extra_budgets:
+            found[f"colocated-{budget}"] = Part(loads, load, ("colocated", *budget_flags(budget)))
         found["split-other"] = Part(one, partial(self.loads, setup.factors[:1]), ("split-other",))
         found["exact-ranks"] = Part(setup.verify_s, self.exact_ranks)
         return found
@@ -86,7 +86,8 @@ class Bench:
     def named(self, text: str) -> list[str]:
         """The parts that ``text`` asks for, those of a server together. Raises ValueError for a name that is none."""
         asked: dict[str, None] = {}
-        for word in text.split(","):
+        groups = {"main": self.main, "all": list(self.parts)}
+        for word in (name for group in text.split(",") for name in groups.get(group, [group])):
             found = [name for name in self.parts if name == word or budget_of(name, word) is not None]
             if not found:
                 raise ValueError(f"no part is named {word}; there are {', '.join(self.parts)}")
@@ -325,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=450.0, help="seconds for everything")
-    parser.add_argument("--parts", help="names with commas; colocated: every budget [default: all, by their worth]")
+    parser.add_argument("--parts", default="main", help="names with commas; colocated: every budget; main, all")
     parser.add_argument("--merge", type=Path, help="keep the parts of this file that are not measured now")
     parser.add_argument("--plan", action="store_true", help="only print what the parts are expected to take")
     parser.add_argument("--cpu", action="store_true")
@@ -350,7 +351,7 @@ def main() -> None:
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
         bench = Bench(setup, pack, cache, run)
         try:
-            names = bench.named(arguments.parts or ",".join(bench.parts))
+            names = bench.named(arguments.parts)
         except ValueError as error:
             parser.error(f"--parts: {error}")
         expected = bench.expected_s(names)

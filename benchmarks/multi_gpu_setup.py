@@ -21,8 +21,9 @@ class Setup:
     backend: str
     devices: tuple[str, str]
     load: Load
-    budgets: tuple[int, ...]  # tokens a step of the colocated replicas, in the order in which they are measured
+    budgets: tuple[int, ...]  # tokens a step of the colocated replicas, in the order of their worth
     rank_budgets: tuple[int, ...]
+    extra_budgets: tuple[int, ...]  # colocated, not among the main parts
     prefill_budget: int  # of the split's P: one document, so that the first of two does not wait for the second
     factors: tuple[float, ...]
     transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
@@ -74,8 +75,9 @@ GPUS = Setup(
     backend="cuda",
     devices=("cuda:0", "cuda:1"),
     load=Load(),
-    budgets=(512, 256, 2048, 1024),
+    budgets=(512, 2048, 1024),
     rank_budgets=(512,),
+    extra_budgets=(256,),
     prefill_budget=4096,
     factors=(1.2, 2.2),
     transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
@@ -97,9 +99,10 @@ GPUS = Setup(
 CPUS = Setup(
     backend="cpu",
     devices=("cpu", "cpu"),
-    load=Load(4, 48, 24, 2, 600, 8, 2.0, 500, slo_start_ms=2000, step_ms=100, drain_s=30),
+    load=Load(4, 80, 24, 2, 600, 8, 2.0, 500, slo_start_ms=2000, step_ms=100, drain_s=30),
     budgets=(64, 256),
     rank_budgets=(64,),
+    extra_budgets=(),
     prefill_budget=256,
     factors=(1.0,),
     transfers=((512, 3), (2048, 2)),
