@@ -2,7 +2,7 @@
 # One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
 # usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
 #        "model_time 60" "parts 480" "serve_8b 300" "ready_8b 90" "chaos 150" (these need RELAY_CACHE; the 8b ones write a pack of
-#        16 GB to /dev/shm) "transfer_8b 80" "baseline 60"; on two GPUs "multi_gpu 550"
+#        16 GB to /dev/shm) "transfer_8b 80" "baseline 60"; on two GPUs "multi_gpu 340"
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"

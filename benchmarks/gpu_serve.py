@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.gpu_serve MODEL --out FILE [--parts text,sweep,kill,kill-both] [--rates 2,8,32] [--prompt 512] [--new 128]
 [--transport ipc]``. Prompts are token ids; clients run in this process and keep raw lines, which are read when the run is over.
-The transport is that of split shapes. Starts alone: ``gpu_ready``.
+The transport is that of split shapes. Starts alone: ``gpu_ready``. A worker that ends where none should, or a victim without
+half of the streams, ends the run, and the last lines of its server's log are printed; whole logs lie beside FILE.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.gpu_server import Server, Stream, ms, percentile, serving
-from benchmarks.standing import ended, standings, unready
+from benchmarks.standing import Void, ended, ending, missed_victim, standings, unready
 from relay.config import TRANSPORTS
 
 ROOM = "relay_worker_kv_total{"  # how much fits, which is no count of anything
@@ -185,12 +186,16 @@ def main() -> None:
         "flags": extra,
     }
 
+    def log_of(part: str) -> Path:
+        return Path(arguments.out.with_name(f"{arguments.out.stem}.{part}.log"))
+
     def keep(key: str, value: Any) -> None:
         found[key] = value
         arguments.out.write_text(json.dumps({**report.provenance(), **found}, indent=1) + "\n")
 
     for shape in arguments.shapes.split(",") if "sweep" in parts or "text" in parts else []:
-        with serving(arguments.model, *shapes[shape], *extra) as server:
+        with serving(arguments.model, *shapes[shape], *extra, log=log_of(shape)) as server:
+            stood = server.settle(0.0)
             keep(f"{shape}/ready_s", round(server.ready_s, 2))
             workers = server.get("/status")["workers"]
             keep(f"{shape}/kv_blocks", {worker["id"]: worker["kv_total"] for worker in workers})
@@ -205,16 +210,19 @@ def main() -> None:
                             server, float(rate), arguments.seconds, arguments.prompt, arguments.new, arguments.vocab
                         )
                     )
+                    if names := ended(stood, after := server.standings()):
+                        raise Void(ending(names, after, server.log_text()), row)
                     keep(f"{shape}/rate {rate}", row | {"transfers": transfers(server, before)})
     for part, name, flags, victim in (
         ("kill", "kill D, P holds the prompt's KV", ("--prefill", "1", "--decode", "2", *between), "decode-0"),
         ("kill-both", "kill a worker, whole re-prefill", ("--prefill", "0", "--decode", "2"), "worker-0"),
     ):
         if part in parts:
-            with serving(arguments.model, *flags, *extra) as server:
-                keep(
-                    name, asyncio.run(killed(server, victim, arguments.streams, arguments.prompt, 400, arguments.vocab))
-                )
+            with serving(arguments.model, *flags, *extra, log=log_of(part)) as server:
+                row = asyncio.run(killed(server, victim, arguments.streams, arguments.prompt, 400, arguments.vocab))
+                if reason := missed_victim(row["on_victim"], arguments.streams // 2):
+                    raise Void(reason, row)
+                keep(name, row)
 
 
 def counted(server: Server) -> dict[str, float]:
