@@ -26,7 +26,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.gpu_pack import write
-from benchmarks.gpu_serve import killed, transfers
+from benchmarks.gpu_serve import counted, killed
 from benchmarks.gpu_server import Server, Stream, serving
 from benchmarks.gpu_shapes import SMOLLM2
 from benchmarks.multi_gpu_load import drive
@@ -39,7 +39,8 @@ from relay.config import TransportName
 from relay.models.checked import remember
 from relay.worker.spec import WorkerSpec
 
-REPORT_S = 0.3  # after which a worker's counters have reached the gateway
+SENT = "kv_transfers_sent_total"
+COUNTED_S = 3.0  # by then the counters of what ended have reached the gateway, however busy the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +165,13 @@ class Bench:
         _stood(server, stood, found)
         runs = {f"load x {factor:g}": setup.load.times(factor) for factor in factors}
         for name, load in {**runs, "backlog": setup.load.at_once()}.items():
-            before = transfers(server) if split else {}
+            before = counted(server) if split else {}
             found[name] = row = uvloop.run(drive(server, load))
             if split:
-                time.sleep(REPORT_S)
-                row["transfers"] = transferred(before, transfers(server))
+                row["transfers"] = _moved(server, before, row["requests"])
             _show(f"{' '.join(flags)} {name}", row)
             _stood(server, stood, found)
-            moved = row["transfers"].get("kv_transfers_sent_total", 0.0) if split else 0.0
-            if split and (reason := moved_too_little(row["requests"], moved)):
+            if split and (reason := moved_too_little(row["requests"], row["transfers"].get(SENT, 0.0))):
                 raise Void(f"{name}: {reason}", found)
         return found
 
@@ -266,6 +265,15 @@ class Bench:
         )
 
 
+def _moved(server: Server, before: dict[str, float], requests: int) -> dict[str, float]:
+    """KV transfers since ``before``, as soon as there are as many as ``requests``, or when ``COUNTED_S`` are over."""
+    deadline = time.monotonic() + COUNTED_S
+    while True:
+        found = transferred(before, counted(server))
+        if found.get(SENT, 0.0) >= requests or time.monotonic() > deadline:
+            return found
+
+
 def _stood(server: Server, before: dict[str, Standing], found: dict[str, Any], but: str = "") -> None:
     """Record the workers as they are now. Raises Void where one, ``but`` excepted, has ended since ``before``."""
     after = server.standings()
@@ -304,12 +312,12 @@ def _show(name: str, row: dict[str, Any]) -> None:
 
 def transferred(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What the engines counted of KV transfers between two looks."""
-    counted = {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
-    sent, count = counted.get("kv_bytes_sent_total", 0.0), counted.get("kv_transfers_sent_total", 0.0)
+    since = {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
+    sent, count = since.get("kv_bytes_sent_total", 0.0), since.get(SENT, 0.0)
     if sent and count:
-        counted["hidden_share"] = round(1 - counted.get("kv_late_bytes_sent_total", 0.0) / sent, 4)
-        counted["exposed_ms_each"] = round(counted.get("kv_exposed_us_total", 0.0) / count / 1e3, 2)
-    return counted
+        since["hidden_share"] = round(1 - since.get("kv_late_bytes_sent_total", 0.0) / sent, 4)
+        since["exposed_ms_each"] = round(since.get("kv_exposed_us_total", 0.0) / count / 1e3, 2)
+    return since
 
 
 def topology() -> Any:
