@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import gpu_pack, report
-from benchmarks.gpu_serve import Server, serving
+from benchmarks.gpu_server import Server, serving
 from benchmarks.gpu_shapes import LLAMA_8B
 from relay.models.config import ModelConfig
 from relay.models.layout import MatrixItem, weight_items

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.gpu_serve import Server, prompts, serving
+from benchmarks.gpu_serve import prompts
+from benchmarks.gpu_server import Server, serving
 from relay.config import TRANSPORTS
 
 ROUNDS = 3

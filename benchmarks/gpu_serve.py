@@ -7,153 +7,22 @@ The transport is that of split shapes. Starts alone: ``gpu_ready``.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.servers import free_port
+from benchmarks.gpu_server import Server, Stream, ms, percentile, serving
+from benchmarks.standing import ended, standings, unready
 from relay.config import TRANSPORTS
 
-READY_TIMEOUT_S = 240.0
+ROOM = "relay_worker_kv_total{"  # how much fits, which is no count of anything
 REPORT_S = 0.3  # after which a worker's counters have reached the gateway
-
-
-def percentile(values: list[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
-
-
-def ms(values: list[float]) -> dict[str, float]:
-    """p50, p99 and the largest of seconds, in milliseconds."""
-    return {
-        "p50": round(percentile(values, 0.5) * 1e3, 2),
-        "p99": round(percentile(values, 0.99) * 1e3, 2),
-        "max": round(max(values, default=float("nan")) * 1e3, 2),
-    }
-
-
-@dataclass
-class Stream:
-    """One request's answer: when each line came, the line, and (after ``read``) its token ids."""
-
-    started: float = 0.0
-    lines: list[tuple[float, bytes]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # one a token
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    error: str = ""
-
-    def read(self) -> "Stream":
-        for at, line in self.lines:
-            chunk = json.loads(line[5:])
-            if "error" in chunk:
-                self.error = str(chunk["error"])
-            for choice in chunk.get("choices", []):
-                ids = choice.get("token_ids") or []
-                self.tokens += ids
-                self.times += [at] * len(ids)
-                self.text += choice.get("text") or ""
-        self.lines.clear()
-        return self
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-
-
-class Server:
-    """A running ``relay serve``."""
-
-    def __init__(self, url: str, process: "subprocess.Popen[bytes]", ready_s: float, log: Path) -> None:
-        self.url, self.process, self.ready_s, self.log = url, process, ready_s, log
-        self.port = int(url.rsplit(":", 1)[1])
-
-    def phases(self) -> list[str]:
-        """What workers said of their starts."""
-        return [line for line in self.log.read_text().splitlines() if "KV blocks; ready" in line or "shared" in line]
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            return json.load(response)
-
-    def worker(self, name: str) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = self.get("/status")["workers"]
-        return next(row for row in rows if row["id"] == name)
-
-    def counters(self, *names: str) -> dict[str, int]:
-        """The gateway's counters of these names, without ``relay_`` and ``_total``."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        shown = {
-            line.split("{")[0].split(" ")[0]: int(float(line.rsplit(" ", 1)[1])) for line in lines if line[:1] != "#"
-        }
-        return {name: shown.get(f"relay_{name}_total", 0) for name in names}
-
-    async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
-        """One streamed completion with token ids; ``stream`` can be looked at while it comes."""
-        payload = json.dumps({"stream": True, "return_token_ids": True, "ignore_eos": True, **body}).encode()
-        stream = stream or Stream()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
-        stream.started = time.perf_counter()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + payload)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            stream.error = f"{status!r} {(await reader.read(500))!r}"
-            writer.close()
-            return stream
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                stream.lines.append((time.perf_counter(), line))
-        writer.close()
-        return stream
-
-
-@contextlib.contextmanager
-def serving(
-    model: str, *flags: str, backend: str = "cuda", ready_within_s: float = READY_TIMEOUT_S
-) -> Iterator[Server]:
-    """Start ``relay serve``, wait until ready, end it with SIGINT."""
-    port = free_port()
-    log = Path(f"/tmp/gpu_serve.{port}.log")
-    command = [sys.executable, "-m", "relay.cli.main", "serve", model, "--backend", backend, "--port", str(port)]
-    command += ["--offline", "--grace", "0", "--log-level", "debug", *flags]
-    began = time.perf_counter()
-    with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while True:
-            if process.poll() is not None or time.perf_counter() - began > ready_within_s:
-                raise RuntimeError(f"not ready:\n{log.read_text()[-6000:]}")
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                status = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5))
-                if all(worker["state"] == "ready" for worker in status["workers"]):
-                    break
-            time.sleep(0.02)
-        print("ready", round(time.perf_counter() - began, 1), flags, flush=True)
-        server = Server(f"http://127.0.0.1:{port}", process, time.perf_counter() - began, log)
-        for line in server.phases():
-            print("  ", line, flush=True)
-        yield server
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
@@ -194,6 +63,7 @@ async def at_rate(server: Server, rate: float, seconds: float, length: int, new:
     return row
 
 
+HALF_S = 60.0  # the longest wait for half of the lines
 RESUMES = ("resumed", "recomputed_tokens", "resumes_delayed")
 
 
@@ -207,7 +77,10 @@ async def killed(
     """The same requests undisturbed and with ``victim``'s engine killed when half is out; the longest gap of each stream since.
 
     Disturbed: as many of the longest gaps as requests were resumed. ``recomputed_tokens`` over ``resumed`` says whether prompts
-    were at hand: then it is about ``tokens_at_kill``, else a prompt more.
+    were at hand: then it is about ``tokens_at_kill``, else a prompt more. ``on_victim``: streams that the gateway had there when it
+    was killed. With 0 for ``again_within_s`` nobody waits for the victim, and when it was ready again is not known.
+
+    Raises RuntimeError if a worker is not ready, or ends before the kill, or half of the lines are never out.
     """
 
     def bodies(salt: str) -> list[dict[str, Any]]:
@@ -222,20 +95,30 @@ async def killed(
             for index, text in enumerate(prompts(streams, length, vocab, seed=77))
         ]
 
+    stood = await asyncio.to_thread(server.settle, 0.0)
     calm = await asyncio.gather(*(server.ask(body) for body in bodies("calm")))
     half = _middle([len(stream.lines) for stream in calm]) / 2
     calm = [stream.read() for stream in calm]
     usual = percentile([gap for stream in calm for gap in stream.gaps], 0.99)
-    before = await asyncio.to_thread(server.worker, victim)
     counted = await asyncio.to_thread(server.counters, *RESUMES)
     coming = [Stream() for _ in range(streams)]
     running = asyncio.gather(*map(server.ask, bodies("storm"), coming))
-    while _middle([len(stream.lines) for stream in coming]) < half:
-        await asyncio.sleep(0.002)
-        if running.done():
-            raise RuntimeError("every request had ended before half of its lines had come")
-    os.kill(before["pid"], signal.SIGKILL)
-    at = time.perf_counter()
+    try:
+        deadline = time.monotonic() + HALF_S
+        while _middle([len(stream.lines) for stream in coming]) < half:
+            await asyncio.sleep(0.002)
+            if running.done() or time.monotonic() > deadline:
+                raise RuntimeError("half of the lines were not out at any time before the requests' end")
+        status = await asyncio.to_thread(server.get, "/status")
+        if broken := ended(stood, standings(status)):
+            raise RuntimeError(f"ended before anything was killed: {', '.join(broken)}: {unready(standings(status))}")
+        before = next(row for row in status["workers"] if row["id"] == victim)
+        os.kill(before["pid"], signal.SIGKILL)
+        at = time.perf_counter()
+    except BaseException:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        raise
     storm = [s.read() for s in await running]
     gaps, had = [], []
     for stream in storm:
@@ -260,6 +143,7 @@ async def killed(
         "streams": streams,
         "prompt_tokens": length,
         "new_tokens": new,
+        "on_victim": before["placed"],
         "tokens_at_kill": _middle(had),
         **resumes,
         "next_token_ms_of_disturbed": ms(affected),
@@ -340,7 +224,7 @@ def counted(server: Server) -> dict[str, float]:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
     for line in lines:
-        if line.startswith("relay_worker_kv_") and "_total{" in line:
+        if line.startswith("relay_worker_kv_") and "_total{" in line and not line.startswith(ROOM):
             name = line.split("{")[0].removeprefix("relay_worker_")
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
     return found

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,15 @@ from typing import Any
 import uvloop
 
 from benchmarks.gpu_pack import write
-from benchmarks.gpu_serve import Server, Stream, killed, serving, transfers
+from benchmarks.gpu_serve import killed, transfers
+from benchmarks.gpu_server import Server, Stream, serving
 from benchmarks.gpu_shapes import SMOLLM2
 from benchmarks.multi_gpu_load import drive
 from benchmarks.multi_gpu_report import budget_of, compared
-from benchmarks.multi_gpu_run import Run
+from benchmarks.multi_gpu_run import SKIPPED, Run
 from benchmarks.multi_gpu_setup import CPUS, GPUS, LONG_8B, TINY, Setup
 from benchmarks.multi_gpu_transfer import Pair, copy_rate
+from benchmarks.standing import Standing, Void, ended, ending, missed_victim, moved_too_little
 from relay.config import TransportName
 from relay.models.checked import remember
 from relay.worker.spec import WorkerSpec
@@ -65,18 +67,18 @@ class Bench:
             "split": Part(loads, load, ("split",)),
             "kill": Part(setup.kill_s, partial(self.kill, "decode-0", 1), ("split",)),
         }
-        *budgets, last = setup.budgets
-        for family, budget in (
-            *(("colocated", budget) for budget in budgets),
-            *(("ranks", budget) for budget in setup.rank_budgets),
-            ("colocated", last),
-        ):
-            server = (family, *budget_flags(budget))
-            found[f"{family}-{budget}"] = Part(loads, load, server)
-            if family == "colocated" and budget == max(setup.budgets):
+        for budget in setup.budgets:
+            server = ("colocated", *budget_flags(budget))
+            found[f"colocated-{budget}"] = Part(loads, load, server)
+            if budget == max(setup.budgets):  # where prompts are computed again in the fewest steps
                 found["kill-replica"] = Part(setup.kill_s, partial(self.kill, "worker-0", 2), server)
+        for budget in setup.rank_budgets:
+            found[f"ranks-{budget}"] = Part(loads, load, ("ranks", *budget_flags(budget)))
+        self.main = list(found)
         found["kv"] = Part(setup.transfer_s, partial(self.kv, setup.transports[0]))
         found["kv-other"] = Part(setup.transfer_s, partial(self.kv, setup.transports[1]))
+        for budget in setup.extra_budgets:
+            found[f"colocated-{budget}"] = Part(loads, load, ("colocated", *budget_flags(budget)))
         found["split-other"] = Part(one, partial(self.loads, setup.factors[:1]), ("split-other",))
         found["exact-ranks"] = Part(setup.verify_s, self.exact_ranks)
         return found
@@ -84,7 +86,8 @@ class Bench:
     def named(self, text: str) -> list[str]:
         """The parts that ``text`` asks for, those of a server together. Raises ValueError for a name that is none."""
         asked: dict[str, None] = {}
-        for word in text.split(","):
+        groups = {"main": self.main, "all": list(self.parts)}
+        for word in (name for group in text.split(",") for name in groups.get(group, [group])):
             found = [name for name in self.parts if name == word or budget_of(name, word) is not None]
             if not found:
                 raise ValueError(f"no part is named {word}; there are {', '.join(self.parts)}")
@@ -108,18 +111,24 @@ class Bench:
 
     def _on_server(self, server: tuple[str, ...], group: list[str]) -> None:
         setup, left = self._setup, list(group)
-        needs = self._needs(group[0]) + setup.ready_s
+        needs = self._needs(group[0]) + setup.ready_of(server[0])
         if self._run.left_s() < needs:
             for name in group:
-                self._run.problem(name, f"skipped: {self._run.left_s():.0f} s were left, it may take {needs:.0f}")
+                self._run.problem(name, f"{SKIPPED}{self._run.left_s():.0f} s were left, it may take {needs:.0f}")
             return
         flags = (*setup.shape(server[0]), *server[1:])
         ready = min(setup.start_s, max(5.0, self._run.left_s() - 5))
         try:
-            with serving(str(self._pack), *flags, *setup.flags, backend=setup.backend, ready_within_s=ready) as running:
+            log = self._run.log(group[0])
+            started = serving(
+                str(self._pack), *flags, *setup.flags, backend=setup.backend, ready_within_s=ready, log=log
+            )
+            with started as running:
                 while left:
                     name = left.pop(0)
                     self._run.part(name, self._needs(name), partial(self.parts[name].measure, running, flags))
+                    if self._run.failed(name):
+                        running.tell()
         except Exception as error:  # it did not start, or did not end: the other servers' parts run
             for name in left:
                 self._run.problem(name, str(error)[-3000:])
@@ -129,22 +138,30 @@ class Bench:
     def _needs(self, name: str) -> float:
         return self.parts[name].needs_s if self._setup.backend == "cuda" else 0.0
 
+    def _start_s(self, server: tuple[str, ...]) -> float:
+        return self._setup.ready_of(server[0]) + 2 if server else 0.0
+
     def expected_s(self, names: list[str]) -> dict[str, float]:
         """Seconds that each of ``names`` is expected to take; the first on a server has its start."""
         started: set[tuple[str, ...]] = set()
         found = {}
         for name in names:
             part = self.parts[name]
-            found[name] = part.needs_s + (self._setup.ready_s + 2 if part.server and part.server not in started else 0)
+            found[name] = part.needs_s + (self._start_s(part.server) if part.server not in started else 0)
             started.add(part.server)
         return found
 
     def loads(self, factors: tuple[float, ...], server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
-        """Each factor of the load and the backlog, after a short warm-up that is not counted."""
+        """Each factor of the load and the backlog, after a short warm-up that is not counted.
+
+        Raises Void, with what was measured, as soon as a worker has ended, or a split's prompts did not go from P to D.
+        """
         setup = self._setup
         found: dict[str, Any] = {"flags": list(flags), "ready_s": round(server.ready_s, 2)}
         split = "--transport" in flags
+        stood = self._settled(server, found)
         uvloop.run(drive(server, setup.load.times(0.5, 2.0)))
+        _stood(server, stood, found)
         runs = {f"load x {factor:g}": setup.load.times(factor) for factor in factors}
         for name, load in {**runs, "backlog": setup.load.at_once()}.items():
             before = transfers(server) if split else {}
@@ -153,14 +170,33 @@ class Bench:
                 time.sleep(REPORT_S)
                 row["transfers"] = transferred(before, transfers(server))
             _show(f"{' '.join(flags)} {name}", row)
+            _stood(server, stood, found)
+            moved = row["transfers"].get("kv_transfers_sent_total", 0.0) if split else 0.0
+            if split and (reason := moved_too_little(row["requests"], moved)):
+                raise Void(f"{name}: {reason}", found)
         return found
 
     def kill(self, victim: str, workers: int, server: Server, flags: tuple[str, ...]) -> dict[str, Any]:
-        """Kill one of ``workers`` that decode, each with the same number of streams."""
+        """Kill one of ``workers`` that decode, each with the same number of streams.
+
+        Nobody waits for the victim's restart: a part that comes after this one on the same server does. Raises Void where another
+        worker ended, or the victim had not the streams that were meant for it.
+        """
         setup = self._setup
+        found: dict[str, Any] = {"flags": list(flags), "meant_for_victim": setup.kill_streams}
+        stood = self._settled(server, found)
         sizes = workers * setup.kill_streams, setup.kill_prompt, setup.kill_new, setup.load.vocab
-        measured = killed(server, victim, *sizes, again_within_s=max(5.0, min(40.0, self._run.left_s() - 5)))
-        return {"flags": list(flags), **uvloop.run(measured)}
+        found |= uvloop.run(killed(server, victim, *sizes, again_within_s=0.0))
+        _stood(server, stood, found, but=victim)
+        if reason := missed_victim(found["on_victim"], setup.kill_streams):
+            raise Void(reason, found)
+        return found
+
+    def _settled(self, server: Server, found: dict[str, Any]) -> dict[str, Standing]:
+        """The workers before a part, once all are ready; recorded in ``found``. Raises RuntimeError if one does not become so."""
+        stood = server.settle(max(0.0, min(self._setup.settle_s, self._run.left_s() - 5)))
+        found["workers_before"] = {name: asdict(one) for name, one in stood.items()}
+        return stood
 
     def kv(self, transport: TransportName) -> dict[str, Any]:
         """KV from the first device to the second, and the plain copy rate between them at the same sizes."""
@@ -230,12 +266,23 @@ class Bench:
         )
 
 
+def _stood(server: Server, before: dict[str, Standing], found: dict[str, Any], but: str = "") -> None:
+    """Record the workers as they are now. Raises Void where one, ``but`` excepted, has ended since ``before``."""
+    after = server.standings()
+    found["workers_after"] = {name: asdict(one) for name, one in after.items()}
+    if names := ended(before, after, but):
+        raise Void(ending(names, after, server.log_text()), found)
+
+
 class _External(Server):
     """A server of somebody else's, with the model's name in every body."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self._model, self.ready_s = url, model, 0.0
         self.port = int(url.rsplit(":", 1)[1])
+
+    def standings(self) -> dict[str, Standing]:
+        return {}  # it shows none of its workers
 
     async def ask(self, body: dict[str, Any], stream: Stream | None = None) -> Stream:
         return await super().ask({"model": self._model, **body}, stream)
@@ -279,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=450.0, help="seconds for everything")
-    parser.add_argument("--parts", help="names with commas; colocated: every budget [default: all, by their worth]")
+    parser.add_argument("--parts", default="main", help="names with commas; colocated: every budget; main, all")
     parser.add_argument("--merge", type=Path, help="keep the parts of this file that are not measured now")
     parser.add_argument("--plan", action="store_true", help="only print what the parts are expected to take")
     parser.add_argument("--cpu", action="store_true")
@@ -304,7 +351,7 @@ def main() -> None:
         setup = replace(setup, flags=(*setup.flags, "--cache-dir", str(cache)))
         bench = Bench(setup, pack, cache, run)
         try:
-            names = bench.named(arguments.parts or ",".join(bench.parts))
+            names = bench.named(arguments.parts)
         except ValueError as error:
             parser.error(f"--parts: {error}")
         expected = bench.expected_s(names)

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.gpu_serve import Server, Stream, ms, percentile
+from benchmarks.gpu_server import Server, Stream, ms, percentile
 
 KINDS = ("chat", "document")
 SLO_STEPS = (1.5, 2.0, 3.0, 5.0)

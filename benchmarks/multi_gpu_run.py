@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.standing import Void
 
 # What a part's figures mean. A change of meaning takes the next number, and older parts are no longer merged.
-FORMS = {"split": 2, "split-other": 2, "colocated": 2, "ranks": 2, "kill": 2, "kill-replica": 2, "kv": 1, "kv-other": 1}
+SERVED = ("split", "split-other", "colocated", "ranks", "kill", "kill-replica")
+FORMS = {**dict.fromkeys(SERVED, 3), "kv": 1, "kv-other": 1}  # 3: that the workers stood through it is looked at
+SKIPPED = "skipped: "
 UNMERGED = ("topology", "prepare")
 NO_VLLM = "not run: vLLM is not on this machine and nothing can be fetched there; --vllm PORT MODEL drives one that is"
 
@@ -33,7 +36,7 @@ class Run:
         self._out = out
         self._end = time.monotonic() + limit_s
         self._context = report.provenance()
-        self.found: dict[str, Any] = {"backend": backend, "parts": {}, "made": {}, "problems": {}}
+        self.found: dict[str, Any] = {"backend": backend, "parts": {}, "made": {}, "problems": {}, "void": {}}
         self.found["vllm"] = {"note": NO_VLLM}
         if earlier is not None:
             self._keep(earlier)
@@ -57,13 +60,20 @@ class Run:
         return self._end - time.monotonic()
 
     def part(self, name: str, needs_s: float, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returns; None, recorded, where it failed or there was no time for it."""
+        """What ``measure`` returns; None, recorded, where it failed or there was no time for it.
+
+        Figures that ``measure`` itself calls void are kept apart from the parts, beside the problem.
+        """
         if self.left_s() < needs_s:
-            self.problem(name, f"skipped: {self.left_s():.0f} s were left, it may take {needs_s:.0f}")
+            self.problem(name, f"{SKIPPED}{self.left_s():.0f} s were left, it may take {needs_s:.0f}")
             return None
         began = time.monotonic()
         try:
             value = measure()
+        except Void as void:
+            self.found["void"][name] = void.figures
+            self.problem(name, str(void))
+            return None
         except Exception as error:  # recorded, and the next part runs
             self.problem(name, "".join(traceback.format_exception_only(error)).strip()[-3000:])
             return None
@@ -73,10 +83,18 @@ class Run:
         self.save()
         return value
 
+    def failed(self, name: str) -> bool:
+        """Whether ``name`` was tried and has no figures."""
+        return not self.found["problems"].get(name, SKIPPED).startswith(SKIPPED)
+
+    def log(self, name: str) -> Path:
+        """Where the log of what serves ``name`` is to be."""
+        return self._out.with_name(f"{name}.log")
+
     def problem(self, name: str, text: str) -> None:
         """Record why ``name`` has no figures of this run."""
         self.found["problems"][name] = text
-        print(name, "FAILED" if not text.startswith("skipped") else "", text, flush=True)
+        print(name, "" if text.startswith(SKIPPED) else "FAILED", text, flush=True)
         self.save()
 
     def save(self) -> None:

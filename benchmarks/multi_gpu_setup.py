@@ -21,8 +21,9 @@ class Setup:
     backend: str
     devices: tuple[str, str]
     load: Load
-    budgets: tuple[int, ...]  # tokens a step of the colocated replicas, in the order in which they are measured
+    budgets: tuple[int, ...]  # tokens a step of the colocated replicas, in the order of their worth
     rank_budgets: tuple[int, ...]
+    extra_budgets: tuple[int, ...]  # colocated, not among the main parts
     prefill_budget: int  # of the split's P: one document, so that the first of two does not wait for the second
     factors: tuple[float, ...]
     transfers: tuple[tuple[int, int], ...]  # (tokens, trials)
@@ -34,7 +35,9 @@ class Setup:
     block_size: int
     chunk: int
     ready_s: float  # what a start is expected to take
+    ranks_ready_s: float  # what a start of ranks is expected to take
     start_s: float  # what a start may take
+    settle_s: float  # what a worker's restart may take, before a part
     transfer_s: float  # what KV over one transport is expected to take
     verify_s: float
     kill_s: float
@@ -59,6 +62,10 @@ class Setup:
         }[name]
         return (*chosen, *placed)
 
+    def ready_of(self, shape: str) -> float:
+        """What a start of ``shape`` is expected to take."""
+        return self.ranks_ready_s if shape == "ranks" else self.ready_s
+
     def load_s(self, factors: tuple[float, ...]) -> float:
         """What one server's loads are expected to take: warm-up, each factor with its last answers, the backlog."""
         return 4 + len(factors) * (self.load.seconds + 3) + 6
@@ -68,8 +75,9 @@ GPUS = Setup(
     backend="cuda",
     devices=("cuda:0", "cuda:1"),
     load=Load(),
-    budgets=(512, 256, 2048, 1024),
+    budgets=(512, 2048, 1024),
     rank_budgets=(512,),
+    extra_budgets=(256,),
     prefill_budget=4096,
     factors=(1.2, 2.2),
     transfers=((2048, 9), (8192, 7), (16384, 3), (32768, 3)),
@@ -81,17 +89,20 @@ GPUS = Setup(
     block_size=64,
     chunk=8192,
     ready_s=18.0,
+    ranks_ready_s=34.0,
     start_s=90.0,
+    settle_s=40.0,
     transfer_s=72.0,
     verify_s=115.0,
-    kill_s=28.0,
+    kill_s=13.0,
 )
 CPUS = Setup(
     backend="cpu",
     devices=("cpu", "cpu"),
-    load=Load(4, 48, 24, 2, 600, 8, 2.0, 500, slo_start_ms=2000, step_ms=100, drain_s=30),
+    load=Load(4, 80, 24, 2, 600, 8, 2.0, 500, slo_start_ms=2000, step_ms=100, drain_s=30),
     budgets=(64, 256),
     rank_budgets=(64,),
+    extra_budgets=(),
     prefill_budget=256,
     factors=(1.0,),
     transfers=((512, 3), (2048, 2)),
@@ -103,7 +114,9 @@ CPUS = Setup(
     block_size=16,
     chunk=256,
     ready_s=2.0,
+    ranks_ready_s=3.0,
     start_s=60.0,
+    settle_s=30.0,
     transfer_s=4.0,
     verify_s=10.0,
     kill_s=8.0,

@@ -225,7 +225,10 @@ def _remarks(document: Document) -> Iterator[str]:
     if absent:
         yield f"Parts without figures: {', '.join(absent)}."
     if problems := document["problems"]:
-        reasons = "; ".join(f"`{name}`: {text.splitlines()[-1][:200]}" for name, text in problems.items())
+        void = document.get("void", {})
+        reasons = "; ".join(
+            f"`{name}`: {text.splitlines()[0 if name in void else -1][:200]}" for name, text in problems.items()
+        )
         yield f"Not measured by the last call: {reasons}."
     if "note" in document["vllm"]:
         yield f"vLLM's column is empty: {document['vllm']['note']}."

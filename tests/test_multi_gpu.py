@@ -3,21 +3,29 @@
 import contextlib
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.gpu_serve import Stream
+from benchmarks import multi_gpu
+from benchmarks.gpu_pack import write
+from benchmarks.gpu_server import Server, Stream
 from benchmarks.multi_gpu import Bench, Part, transferred
 from benchmarks.multi_gpu_load import Load, Planned, figures, is_good, plan
 from benchmarks.multi_gpu_report import best_budget, compared, same_tokens, shapes
 from benchmarks.multi_gpu_run import Run, without_nan
-from benchmarks.multi_gpu_setup import CPUS, GPUS
+from benchmarks.multi_gpu_setup import CPUS, GPUS, TINY
+
+from relay.control_config import ControlConfig
+from relay.models.checked import remember
 
 ROOT = Path(__file__).parent.parent
 LOAD = Load(vocab=1000, seconds=14.0, step_ms=10.0)
@@ -56,7 +64,7 @@ def test_the_loads_keep_one_prefill_worker_as_busy_as_the_docstring_says() -> No
     assert (round(calm["decode_rows"]), round(busy["decode_rows"])) == (16, 29)
     assert GPUS.load.slo_itl_ms == 2 * GPUS.load.step_ms == 10.9
     assert min(GPUS.load.chat_new, GPUS.load.document_new) > 101  # so that p99 of a request's gaps is not its largest
-    assert {256, 512, 1024, 2048} == set(GPUS.budgets)
+    assert {256, 512, 1024, 2048} == {*GPUS.budgets, *GPUS.extra_budgets}
 
 
 def stream(ttft: float, gaps: list[float]) -> Stream:
@@ -252,8 +260,11 @@ def test_parts_of_a_server_share_its_start_and_the_main_ones_fit_the_time(tmp_pa
     assert len(bench.named("colocated")) == 4
     with pytest.raises(ValueError, match="no part is named colo;"):
         bench.named("colo")
-    main = bench.named("split,kill,colocated,kill-replica,ranks")
-    assert sum(bench.expected_s(main).values()) < 450
+    assert bench.named("main") == bench.named(
+        "split,kill,colocated-512,colocated-2048,colocated-1024,kill-replica,ranks-512"
+    )
+    assert sum(bench.expected_s(bench.named("main")).values()) <= 330
+    assert set(bench.named("all")) == set(bench.parts)
     assert bench.expected_s(["split", "kill"])["kill"] < bench.expected_s(["kill"])["kill"]
 
 
@@ -262,33 +273,78 @@ def test_a_server_that_does_not_start_is_named_by_its_parts_and_the_others_run(
 ) -> None:
     starts: list[tuple[str, ...]] = []
 
+    told: list[Path] = []
+
+    @dataclass
+    class Fake:
+        log: Path
+
+        def tell(self) -> None:
+            told.append(self.log)
+
     @contextlib.contextmanager
-    def serving(model: str, *flags: str, **rest: Any) -> Iterator[str]:
+    def serving(model: str, *flags: str, log: Path, **rest: Any) -> Iterator[Fake]:
         starts.append(flags)
         if "--tensor-parallel-size" in flags:
             raise RuntimeError("not ready")
-        yield "a server"
+        yield Fake(log)
 
     monkeypatch.setattr("benchmarks.multi_gpu.serving", serving)
     run = Run(tmp_path / "out.json", 100, "cpu")
     bench = Bench(CPUS, tmp_path / "pack", tmp_path, run)
     bench.parts = {
         "ranks-64": Part(0, lambda server, flags: 1, ("ranks",)),
-        "split": Part(0, lambda server, flags: [server, *flags], ("split",)),
+        "split": Part(0, lambda server, flags: list(flags), ("split",)),
         "kv": Part(0, lambda: 3),
         "kill": Part(0, lambda server, flags: 1 // 0, ("split",)),
     }
     bench.measure(bench.named("ranks,split,kv,kill"))
-    assert run.found["parts"] == {"split": ["a server", *CPUS.shape("split")], "kv": 3}
+    assert run.found["parts"] == {"split": list(CPUS.shape("split")), "kv": 3}
+    assert told == [tmp_path / "split.log"]  # for the kill that failed
     assert run.found["problems"]["ranks-64"] == "not ready"
     assert "ZeroDivisionError" in run.found["problems"]["kill"]
     assert len(starts) == 2
 
 
+def test_a_worker_that_is_killed_from_outside_makes_the_part_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    victims: list[int] = []
+
+    def drive(server: Server, load: Load) -> Any:
+        victims.append(server.worker("decode-0")["pid"])
+        killer = threading.Timer(0.3, os.kill, (victims[-1], signal.SIGKILL))
+        killer.start()
+        return whole_drive(server, load)
+
+    whole_drive = multi_gpu.drive
+    monkeypatch.setattr(multi_gpu, "drive", drive)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    pack, cache = tmp_path / "tiny.pack", tmp_path / "cache"
+    write(pack, TINY)
+    remember(pack, cache)
+    setup = replace(CPUS, flags=(*CPUS.flags, "--cache-dir", str(cache)))
+    run = Run(tmp_path / "out.json", 100, "cpu")
+    Bench(setup, pack, cache, run).measure(["split"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["parts"] == {}
+    assert found["problems"]["split"].startswith("worker decode-0 ended during this part: ")
+    assert found["void"]["split"]["workers_before"]["decode-0"] == {"state": "ready", "incarnation": 1, "last_loss": ""}
+    assert len(victims) == 1  # nothing more is measured of a part that is void
+    assert "decode-0" in (tmp_path / "split.log").read_text()
+    assert "restarting decode-0 (incarnation 2)" in capfd.readouterr().out
+
+
+def test_no_prompt_is_so_short_that_a_split_would_not_move_it() -> None:
+    for setup in (GPUS, CPUS):
+        shortest = min(setup.load.chat_prompt, setup.load.document_prompt, setup.kill_prompt)
+        assert shortest >= ControlConfig().short_prompt_tokens
+
+
 @pytest.mark.slow
 def test_the_whole_script_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.multi_gpu", "--cpu", "--tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.multi_gpu", "--cpu", "--tiny", "--parts", "all", "--out", str(out)]
     environment = {"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=280)
     found = json.loads(out.read_text())
@@ -300,11 +356,17 @@ def test_the_whole_script_on_cpus(tmp_path: Path) -> None:
     assert found["parts"]["ranks-64"]["load x 1"]["errors"] == []
     exact = found["parts"]["exact-ranks"]
     assert exact["identical"] == exact["compared"] > 0
-    assert found["parts"]["split"]["load x 1"]["transfers"]["kv_transfers_sent_total"] > 0
+    split = found["parts"]["split"]
+    for row in (split["load x 1"], split["backlog"]):
+        assert row["transfers"]["kv_transfers_sent_total"] == row["requests"]
+    assert split["workers_before"].keys() == split["workers_after"].keys() == {"prefill-0", "decode-0"}
+    assert found["void"] == {}
+    assert (out.with_name("split.log")).stat().st_size > 0
     kill, replica = found["parts"]["kill"], found["parts"]["kill-replica"]
     assert kill["different_outputs"] == replica["different_outputs"] == 0
     for row in (kill, replica):
         assert 0 < row["resumed"] <= CPUS.kill_streams
+        assert row["on_victim"] == row["meant_for_victim"] == CPUS.kill_streams
         assert 0 < row["next_token_ms_of_disturbed"]["p50"] <= row["next_token_ms_of_disturbed"]["p99"]
     assert kill["recomputed_tokens"] > 0
     pictures = [sys.executable, "-m", "benchmarks.multi_gpu_charts", str(out), str(tmp_path)]

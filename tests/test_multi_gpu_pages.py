@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks import h200_tables, tables
-from benchmarks.gpu_serve import Stream, ms
+from benchmarks.gpu_server import Stream, ms
 from benchmarks.multi_gpu_charts import pictures
 from benchmarks.multi_gpu_load import Load, Planned, figures
 from benchmarks.multi_gpu_run import NO_VLLM
