@@ -1,6 +1,7 @@
 """A whole model on the backend: P4 and P7 on random weights, draws against the numpy sampler, then step times.
 
-``python -m benchmarks.gpu_model --out DIR [--part check|time|all]`` on a GPU. Shapes: Llama-3.1-8B and SmolLM2-135M.
+``python -m benchmarks.gpu_model --out DIR [--part check|time|all]`` on a GPU. Shapes: Llama-3.1-8B and SmolLM2-135M. With
+``--part time --quantization int8``: times of the 8B shape alone with int8 weights of linears.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from relay.kernels.backend import Batch
 from relay.kernels.cuda import launch
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.drawing import Mode
+from relay.kernels.cuda.linear_int8 import pack_codes, quantize
+from relay.kernels.cuda.loading import coded_names
 from relay.kernels.program import Linear, Program, RmsNorm
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig
@@ -48,24 +51,34 @@ def random_model(
     graphs: bool = True,
     device: str = "cuda:0",
     dtype: str = "bfloat16",
+    quantized: bool = False,
 ) -> tuple[CudaBackend, Program]:
     """A backend with random weights of the config's shapes, scaled so that activations stay of order one."""
     program = build_program(config)
     kind = getattr(torch, dtype)
     g = program.geometry
     matrices: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    coded = coded_names(program) if quantized else frozenset()
     vectors: dict[str, torch.Tensor] = {}
     matrices["embed"] = torch.randn(g.vocab, g.hidden, device=device, dtype=kind)
     for op in program.ops:
         if isinstance(op, Linear) and op.weight not in matrices:
             n, k = g.width(op.dst), g.width(op.src)
-            matrices[op.weight] = torch.randn(n, k, device=device, dtype=kind).mul_(k**-0.5)
+            w = torch.randn(n, k, device=device, dtype=kind).mul_(k**-0.5)
+            if op.weight in coded:
+                codes, scales[op.weight] = quantize(w)
+                w = pack_codes(codes)
+            matrices[op.weight] = w
         if isinstance(op, RmsNorm):
             vectors[op.weight] = torch.rand(g.width(op.src), device=device) + 0.5
     inverse = config.rope.theta ** -(torch.arange(0, g.head_dim, 2, dtype=torch.float64) / g.head_dim)
     angles = torch.arange(g.max_positions, dtype=torch.float64)[:, None] * inverse
     vectors["rope.cos"], vectors["rope.sin"] = angles.cos().float().to(device), angles.sin().float().to(device)
-    backend = CudaBackend(device, max_rows=max_rows, max_tokens=max_tokens, graphs=graphs, dtype=dtype)
+    backend = CudaBackend(
+        device, max_rows=max_rows, max_tokens=max_tokens, graphs=graphs, dtype=dtype, quantized=quantized
+    )
+    backend._device.scales.update(scales)
     backend.load_tensors(program, matrices, vectors)
     return backend, program
 
@@ -244,8 +257,11 @@ def decode_batch(batch: int, position: int, width: int) -> Batch:
     )
 
 
-def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[int, ...], prefill: bool) -> None:
-    backend, program = random_model(config, max_rows=256, max_tokens=16384 if prefill else 512)
+def time_model(
+    report: Report, name: str, config: ModelConfig, batches: tuple[int, ...], prefill: bool, quantized: bool = False
+) -> None:
+    """Steps with and, but for int8 weights, without dependent launch; then prompts, then time by kind of op."""
+    backend, program = random_model(config, max_rows=256, max_tokens=16384 if prefill else 512, quantized=quantized)
     width = 2048 // BLOCK + 1 if prefill else 11
     backend.allocate_kv(256 * 11 if not prefill else max(256 * 11, 8 * width), BLOCK, "bfloat16")
     assert backend._device.kv is not None
@@ -254,7 +270,7 @@ def time_model(report: Report, name: str, config: ModelConfig, batches: tuple[in
         backend.bind_slot(slot, greedy(slot), 0, [1], [])
     ops = len(program.ops)
     table: dict[str, Any] = {}
-    for dependent in (True, False):
+    for dependent in (True,) if quantized else (True, False):
         launch.set_pdl(dependent)
         assert backend._graphs is not None
         backend._graphs.forget()
@@ -379,12 +395,19 @@ def profile(report: Report, name: str, backend: CudaBackend, program: Program) -
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", default="all")
+    parser.add_argument("--part", choices=("all", "check", "time"), default="all")
+    parser.add_argument("--quantization", choices=("int8",), help="8B alone, with --part time")
     arguments = parser.parse_args()
+    if arguments.quantization and arguments.part != "time":
+        parser.error("--quantization goes with --part time")
     random.seed(0)
     torch.manual_seed(0)
-    report = Report(arguments.out / f"model_{arguments.part}.json")
+    name = "_".join(filter(None, ("model", arguments.part, arguments.quantization)))
+    report = Report(arguments.out / f"{name}.json")
     report.put("copy_bytes_per_s", copy_rate())
+    if arguments.quantization:
+        time_model(report, "8b int8", LLAMA_8B, (1, 8, 32), prefill=True, quantized=True)
+        return
     if arguments.part in ("all", "check"):
         check_sampler(report)
         from dataclasses import replace

@@ -110,70 +110,6 @@ def transfer(folder: Path) -> Result:
     return {**found, "log": (done.stdout + done.stderr)[-4000:], "ok": done.returncode == 0}
 
 
-def int8(folder: Path) -> Result:
-    """Bits against the 16-bit kernel's accumulators; then speed against the 16-bit choice by rows."""
-    import torch
-
-    from benchmarks.gpu_linear import SHAPES
-    from benchmarks.gpu_timing import graph_time_us
-    from relay.kernels.cuda.linear import LinearTile, linear
-    from relay.kernels.cuda.linear_choice import LinearLayer, probing_rows, use_exact_library
-    from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, tile_for
-
-    use_exact_library()
-    rows_list = (1, 2, 4, 8, 16, 32, 64, 128)
-    wrong, rows = [], []
-    for name in ("qkv", "o", "gate_up", "down"):
-        outputs, depth = SHAPES[name]
-        copies = max(2, -(-(200 << 20) // (outputs * depth)))
-        weights = [torch.randn(outputs, depth, device="cuda").bfloat16() for _ in range(copies)]
-        quantized = [quantize(w) for w in weights]
-        packs = [(pack_codes(codes), scales) for codes, scales in quantized]
-        x = probing_rows(160, depth, weights[0].device)
-        sums = torch.empty(160, outputs, device="cuda")
-        linear(x, quantized[0][0].bfloat16(), sums, LinearTile(64, 64, 64, 4, 3))
-        for count in (*rows_list, 3, 17, 33, 65, 160):
-            y = torch.full((count, outputs), float("nan"), device="cuda")
-            linear_int8(x[:count], *packs[0], y, tile_for(count, outputs))
-            if not torch.equal(y, sums[:count] * quantized[0][1]):
-                wrong.append(f"{name} {count}")
-        layer = LinearLayer(outputs, depth)
-        layer.test(weights[0], max(rows_list))
-        y16 = torch.empty(256, outputs, dtype=torch.bfloat16, device="cuda")
-        x16 = probing_rows(256, depth, weights[0].device)
-        for count in rows_list:
-
-            def eight(
-                count: int = count, packs: Any = packs, outputs: int = outputs, y: Any = y16, x: Any = x16
-            ) -> None:
-                for codes, scales in packs:
-                    linear_int8(x[:count], codes, scales, y[:count], tile_for(count, outputs))
-
-            def sixteen(
-                count: int = count, weights: Any = weights, layer: Any = layer, y: Any = y16, x: Any = x16
-            ) -> None:
-                for w in weights:
-                    layer(x, w, y, count)
-
-            times = {
-                key: round(graph_time_us(call, copies), 2) for key, call in (("int8_us", eight), ("bf16_us", sixteen))
-            }
-            rows.append({"shape": name, "rows": count, **times})
-            print(rows[-1], flush=True)
-    total = {
-        count: {key: round(sum(row[key] for row in rows if row["rows"] == count), 1) for key in ("int8_us", "bf16_us")}
-        for count in rows_list
-    }
-    slower = [count for count, sums_ in total.items() if sums_["int8_us"] >= sums_["bf16_us"]]
-    return {
-        "wrong": wrong,
-        "rows": rows,
-        "layer_us": total,
-        "bf16_faster_from": min(slower, default=None),
-        "ok": not wrong,
-    }
-
-
 def float16(folder: Path) -> Result:
     """Every path of SmolLM2's shape and of 4 layers of 8B in fp16 against whole prefill: logits and KV bytes."""
     from dataclasses import replace
@@ -218,7 +154,6 @@ PARTS: dict[str, tuple[Callable[[Path], Result], int]] = {
     "kv_bits": (kv_bits, 60),
     "transfer": (transfer, 240),
     "kv_speed": (kv_speed, 40),
-    "int8": (int8, 120),
     "float16": (float16, 150),
     "load": (load, 60),
     "load_direct": (load_direct, 130),

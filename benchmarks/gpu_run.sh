@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One call on a GPU: the named benchmarks, each under a time limit of its own. OUT names the result folder, RELAY_COMMIT the commit.
 # usage: gpu_run.sh "tests 90" "engine 90" "linear 110" "linear_tall 30" "attention 90" "attention_hopper 90" "model_check 90"
-#        "model_time 60" "parts 480" "serve_8b 300" "ready_8b 90" "chaos 150" (these need RELAY_CACHE; the 8b ones write a pack of
-#        16 GB to /dev/shm) "transfer_8b 80" "baseline 60"; on two GPUs "multi_gpu 340"
+#        "model_time 60" "int8 60" "model_time_int8 60" "parts 480" "serve_8b 300" "ready_8b 90" "chaos 150" (the last three need
+#        RELAY_CACHE; the 8b ones write a pack of 16 GB to /dev/shm) "transfer_8b 80" "baseline 60"; on two GPUs "multi_gpu 340"
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 OUT="${OUT:-benchmarks/results/h200}"
@@ -22,6 +22,8 @@ for job in "$@"; do
     attention_hopper) run attention_hopper "$seconds" -m benchmarks.gpu_attention --hopper ;;
     model_check) run model_check "$seconds" -m benchmarks.gpu_model --part check ;;
     model_time) run model_time "$seconds" -m benchmarks.gpu_model --part time ;;
+    model_time_int8) run model_time_int8 "$seconds" -m benchmarks.gpu_model --part time --quantization int8 ;;
+    int8) run int8 "$seconds" -m benchmarks.gpu_int8 ;;
     engine) run engine "$seconds" -m benchmarks.gpu_engine ;;
     serve_8b)
       [ -f /dev/shm/8b.pack ] || python3 -m benchmarks.gpu_pack /dev/shm/8b.pack "${RELAY_CACHE:?names the model cache}"

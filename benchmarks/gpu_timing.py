@@ -55,8 +55,10 @@ def environment() -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        "driver": subprocess.run(  # of the first GPU: one driver serves all
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
+            capture_output=True,
+            text=True,
         ).stdout.strip(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

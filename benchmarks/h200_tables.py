@@ -78,6 +78,21 @@ def linears(result: Result, table: Table, number: Number) -> list[str]:
     return [table([title, "cuBLAS, µs", "ours, µs", "ratio"], cells)]
 
 
+def int8_linears(result: Result, table: Table, number: Number) -> list[str]:
+    """The linears of a layer of 8B in 16 bits and with int8 weights, by rows."""
+    layers = _rows_of(result, "layer_us").get("layer_us")
+    if not layers:
+        return []
+    columns = [column for column in ("bf16", "best", "one_tile", "chosen") if column in next(iter(layers.values()))]
+    titles = {"best": "int8, best tile of each", "one_tile": "int8, one tile for all", "chosen": "int8, tiles in use"}
+    cells = [[rows, *(number(row[column]) for column in columns)] for rows, row in layers.items()]
+    bits = result["bits"]
+    return [
+        table(["linears of a layer of 8B, µs, by rows", *(titles.get(column, column) for column in columns)], cells),
+        f"{bits['checked']:,} products compared with the accumulators of 16 bits, {len(bits['wrong'])} differ.",
+    ]
+
+
 def served(result: Result, table: Table, number: Number) -> list[str]:
     """The whole server at each rate of requests."""
     rows = []
@@ -140,4 +155,4 @@ def compared(result: Result, table: Table, number: Number) -> list[str]:
     return [table(["path", "sequences identical", "logits rows", "KV blocks"], rows)] if rows else []
 
 
-READERS: tuple[Reader, ...] = (steps, attention, linears, served, kills, transfers, plain, compared)
+READERS: tuple[Reader, ...] = (steps, attention, linears, int8_linears, served, kills, transfers, plain, compared)

@@ -12,7 +12,7 @@ from relay.kernels.cuda import (
     attention_decode,
     attention_hopper,
     attention_prefill,
-    int8_few,
+    int8_product,
     linear_choice,
     linear_int8,
     logprobs,
@@ -20,9 +20,8 @@ from relay.kernels.cuda import (
     sampler_limits,
     sampler_wide,
 )
-from relay.kernels.cuda.int8_few import FewTile
+from relay.kernels.cuda.int8_product import Int8Tile
 from relay.kernels.cuda.linear import LinearTile, linear_kernel
-from relay.kernels.cuda.linear_int8 import Int8Tile
 from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
 
 LINEAR = {"x": "*bf16", "w": "*bf16", "w_pointer": "*bf16", "y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
@@ -79,38 +78,35 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
 
 
-def compile_int8(tile: Int8Tile | FewTile, capability: int, dtype: str, even: bool = True) -> Compiled:
+def compile_int8(tile: Int8Tile, capability: int, dtype: str, even: bool = True) -> Compiled:
     types = {**LINEAR, "x": f"*{dtype}", "y": f"*{dtype}", "w": "*i32", "scales": "*fp32"}
-    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "EVEN": even}
-    constants |= {"STAGES": tile.stages, "PDL": capability >= 90}
-    kernel = linear_int8.linear_int8_kernel
-    if isinstance(tile, FewTile):
-        constants |= {"CHUNK": tile.chunk, "WGMMA": tile.wgmma, "EARLY": tile.early}
-        kernel = int8_few.few_kernel
-        if tile.tma:
-            kernel = int8_few.few_tma_kernel
-            del constants["EVEN"]
-            x_layout, w_layout = int8_few.layouts()
-            types["x"] = f"tensordesc<{dtype}[{tile.tokens}, {tile.depth}],{x_layout!r}>"
-            types["w"] = f"tensordesc<i32[{tile.outputs // 16}, {tile.depth // 32}, 128],{w_layout!r}>"
+    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.stages}
+    constants["PDL"] = capability >= 90
+    kernel = int8_product.int8_kernel
+    if tile.hopper:
+        kernel = int8_product.int8_hopper_kernel
+        x_layout, w_layout = int8_product.layouts()
+        types["x"] = f"tensordesc<{dtype}[{tile.tokens}, {tile.depth}],{x_layout!r}>"
+        types["w"] = f"tensordesc<i32[{tile.outputs // 16}, {tile.depth // 32}, 128],{w_layout!r}>"
+    else:
+        constants["EVEN"] = even
     return compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
 
 
-FEW = [
-    FewTile(8, 32),
-    FewTile(16, 64, stages=4, warps=4, wgmma=True),
-    FewTile(8, 32, tma=True),
-    FewTile(16, 64, stages=4, warps=4, tma=True, wgmma=True),
-]
+INT8 = sorted(
+    {linear_int8.tile_on_hopper(rows, outputs) for rows in (8, 16, 32, 64, 129) for outputs in (4096, 28672)}, key=str
+)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("tile", [*FEW, Int8Tile(128, 128, warps=8)], ids=str)
-def test_int8_linear_on_hopper(tile: Int8Tile | FewTile, dtype: str) -> None:
+@pytest.mark.parametrize("tile", INT8, ids=lambda tile: str(tile)[9:-1].replace(" ", ""))
+def test_int8_linear_on_hopper(tile: Int8Tile, dtype: str) -> None:
     made = compile_int8(tile, 90, dtype)
     check_int8(made, 90)
-    wide = isinstance(tile, Int8Tile) or tile.wgmma
-    assert made.counts.get("HGMMA" if wide else "HMMA", 0) == tile.depth // 16 * (1 if wide else tile.tokens // 8)
+    steps = tile.depth // 16
+    assert made.counts.get("HGMMA", 0) == (steps if tile.hopper else 0)
+    assert made.counts.get("HMMA", 0) == (0 if tile.hopper else steps * tile.tokens // 8)
+    assert (made.counts.get("UTMALDG", 0) > 0) == tile.hopper
     assert "ld.shared.v4" in made.ptx
     assert "st.shared" not in made.ptx, "codes change threads on their way"
 

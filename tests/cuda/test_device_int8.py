@@ -1,6 +1,7 @@
 """P1 and P4 on a CUDA device with int8 weights. ``pytest -m gpu tests/cuda`` on a machine with one."""
 
 import importlib.util
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 import torch
 
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.int8_product import Int8Tile
 from relay.kernels.cuda.linear_choice import probing_rows
-from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, tile_for
+from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, tile_elsewhere, tile_for
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.device_model import ROWS, Model, accumulators
@@ -25,9 +27,17 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("outputs", "depth"), [(6144, 4096), (576, 1536), (40, 96)])
+@pytest.mark.parametrize(("outputs", "depth"), [(6144, 4096), (8208, 1120), (576, 1536), (40, 96)])
 def test_int8_rows(outputs: int, depth: int, dtype: torch.dtype) -> None:
     """P1: the 16-bit canon's accumulators of the same integers, times a scale, whatever the number of rows."""
+    check_rows(outputs, depth, dtype, lambda rows: tile_for(rows, outputs))
+
+
+def test_int8_rows_with_tiles_of_other_gpus() -> None:
+    check_rows(1008, 1120, torch.bfloat16, tile_elsewhere)
+
+
+def check_rows(outputs: int, depth: int, dtype: torch.dtype, choose: Callable[[int], Int8Tile]) -> None:
     device = torch.device("cuda")
     x, w = (probing_rows(count, depth, device, dtype) for count in (257, outputs))
     codes, scales = quantize(w)
@@ -35,7 +45,7 @@ def test_int8_rows(outputs: int, depth: int, dtype: torch.dtype) -> None:
     packed = pack_codes(codes)
     for rows in ROWS:
         y = torch.full((rows, outputs), float("nan"), device=device)
-        linear_int8(x[257 - rows :].contiguous(), packed, scales, y, tile_for(rows, outputs))
+        linear_int8(x[257 - rows :].contiguous(), packed, scales, y, choose(rows))
         assert torch.equal(y, want[257 - rows :]), rows
 
 

@@ -1,4 +1,6 @@
-"""Products with int8 weights for few rows of x: codes go from shared memory straight into tensor-core operands (Gluon).
+"""Products with int8 weights: codes go from shared memory straight into tensor-core operands (Gluon).
+
+Two kernels: one for any GPU (cp.async, mma.sync), the faster one for up to 8 rows of x; one for Hopper (bulk copies, wgmma).
 
 The packed order of ``linear_int8.pack_codes`` is the order of a left operand's registers: a lane reads 16 bytes and holds its
 share of 16 outputs by 32 k. Two words become four registers of two 16-bit floats by masks and one fused multiply-add each, exactly:
@@ -26,18 +28,18 @@ from relay.kernels.cuda.launch import launch_options, pdl_enabled
 
 
 @dataclass(frozen=True, slots=True)
-class FewTile:
+class Int8Tile:
     """How the products are laid over programs; changes speed, never a bit."""
 
     tokens: int  # rows of x per program, from 8
-    outputs: int  # rows of w per program, at least 16 a warp
-    depth: int = 256  # k per step of the pipeline
-    stages: int = 6
-    warps: int = 2
-    chunk: int = 64  # k per load from shared memory
-    wgmma: bool = False  # needs 64 outputs for every 4 warps, and Hopper
-    tma: bool = False  # bytes come by the bulk copy engine; Hopper and later
-    early: bool = True  # ask for the first weights before waiting for the previous kernel
+    outputs: int  # rows of w per program: 16 for each warp
+    depth: int  # k per step of the pipeline
+    stages: int
+    hopper: bool = False  # the kernel for Hopper: needs 64 outputs or 128
+
+    @property
+    def warps(self) -> int:
+        return self.outputs // 16
 
 
 def _unpack(head: str, word: str, pair: str) -> str:
@@ -65,6 +67,7 @@ _FP16: tl.constexpr = tl.constexpr(
     )
 )
 _PAIRS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,r,r")
+CHUNK: tl.constexpr = tl.constexpr(64)  # k per load from shared memory
 
 
 @gluon.jit
@@ -118,28 +121,6 @@ def _copy_rows(ring, slot, x_at, step, rows, K, EVEN: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def _multiply(acc, words, rows, CHUNK: gl.constexpr, WGMMA: gl.constexpr):
-    """Feed a step's k to the sums: packed words [outputs / 16, 4 k] and rows [tokens, k] in shared memory."""
-    DEPTH: gl.constexpr = rows.shape[1]
-    SUMS: gl.constexpr = acc.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    right = rows.permute((1, 0))
-    if WGMMA:
-        sums = acc
-        for part in gl.static_range(DEPTH // CHUNK):
-            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), rows.dtype, LEFT)
-            sums = warpgroup_mma(left, right.slice(part * CHUNK, CHUNK, 0), sums, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[sums])
-    else:
-        for part in gl.static_range(DEPTH // CHUNK):
-            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), rows.dtype, LEFT)
-            acc = mma_v2(left, right.slice(part * CHUNK, CHUNK, 0).load(RIGHT), acc)
-    return acc
-
-
-@gluon.jit
 def _scale_and_store(acc, scales, y, M, N, y_stride):
     OUTPUTS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
@@ -152,28 +133,22 @@ def _scale_and_store(acc, scales, y, M, N, y_stride):
 
 
 @gluon.jit(do_not_specialize=["M"])
-def few_kernel(
+def int8_kernel(
     x, w, scales, y, M, N, K, x_stride, y_stride,
-    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    EVEN: gl.constexpr, WGMMA: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y[M, N] of x[M, K] (row stride x_stride) and packed w [cdiv(N, 16), cdiv(K, 32) * 128]; weights are the left operand."""
     WARPS: gl.constexpr = gl.num_warps()
     TILES: gl.constexpr = OUTPUTS // 16
     WIDTH: gl.constexpr = DEPTH * 4
     TYPE: gl.constexpr = x.dtype.element_ty
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3 if WGMMA else 2, 0], [WARPS, 1], [16, TOKENS, 16] if WGMMA else [16, 8]
-    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    SHARED: gl.constexpr = (
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        if WGMMA
-        else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
-    x_ring = gl.allocate_shared_memory(TYPE, [STAGES, TOKENS, DEPTH], SHARED)
+    x_ring = gl.allocate_shared_memory(TYPE, [STAGES, TOKENS, DEPTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
     k_words = (K + 31) // 32 * 128
     tile = gl.program_id(0) * TILES + gl.arange(0, TILES, gl.SliceLayout(1, WORDS))
@@ -184,24 +159,23 @@ def few_kernel(
     rows = (m < M)[:, None]
 
     steps = (K + DEPTH - 1) // DEPTH
-    if EARLY:
-        for step in gl.static_range(STAGES - 1):
-            if step < steps:
-                _copy_weights(w_ring, step, w_at, step, k_words, EVEN, WORDS)
+    for step in gl.static_range(STAGES - 1):  # weights do not come from the kernel before
+        if step < steps:
+            _copy_weights(w_ring, step, w_at, step, k_words, EVEN, WORDS)
     _wait_for_predecessor(PDL)
     for step in gl.static_range(STAGES - 1):
         if step < steps:
-            if not EARLY:
-                _copy_weights(w_ring, step, w_at, step, k_words, EVEN, WORDS)
             _copy_rows(x_ring, step, x_at, step, rows, K, EVEN, ROWS)
         async_copy.commit_group()
     acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, SUMS)
     slot = 0
     for step in range(steps):
         async_copy.wait_group(STAGES - 2)
-        if WGMMA:
-            fence_async_shared()
-        acc = _multiply(acc, w_ring.index(slot), x_ring.index(slot), CHUNK, WGMMA)
+        words = w_ring.index(slot)
+        right = x_ring.index(slot).permute((1, 0))
+        for part in gl.static_range(DEPTH // CHUNK):
+            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), TYPE, LEFT)
+            acc = mma_v2(left, right.slice(part * CHUNK, CHUNK, 0).load(RIGHT), acc)
         ahead = step + STAGES - 1
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
         if ahead < steps:
@@ -214,17 +188,16 @@ def few_kernel(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def few_tma_kernel(
+def int8_hopper_kernel(
     x, w, scales, y, M, N, K, y_stride,
-    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    WGMMA: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As ``few_kernel`` with descriptors x [M, K] and w [cdiv(N, 16), cdiv(K, 32), 128]."""
+    """As ``int8_kernel`` with descriptors x [M, K] and w [cdiv(N, 16), cdiv(K, 32), 128]."""
     WARPS: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = OUTPUTS * DEPTH + TOKENS * DEPTH * 2
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3 if WGMMA else 2, 0], [WARPS, 1], [16, TOKENS, 16] if WGMMA else [16, 8]
-    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS // 16, DEPTH // 32, 128], w.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, DEPTH], x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -235,19 +208,13 @@ def few_tma_kernel(
     tile = gl.program_id(0) * (OUTPUTS // 16)
     m = gl.program_id(1) * TOKENS
     steps = (K + DEPTH - 1) // DEPTH
-    if EARLY:
-        for step in gl.static_range(STAGES):
-            mbarrier.expect(bars.index(step), BYTES, pred=step < steps)
-            tma.async_copy_global_to_shared(
-                w, [tile, step * (DEPTH // 32), 0], bars.index(step), w_ring.index(step), pred=step < steps
-            )
+    for step in gl.static_range(STAGES):  # weights do not come from the kernel before
+        mbarrier.expect(bars.index(step), BYTES, pred=step < steps)
+        tma.async_copy_global_to_shared(
+            w, [tile, step * (DEPTH // 32), 0], bars.index(step), w_ring.index(step), pred=step < steps
+        )
     _wait_for_predecessor(PDL)
     for step in gl.static_range(STAGES):
-        if not EARLY:
-            mbarrier.expect(bars.index(step), BYTES, pred=step < steps)
-            tma.async_copy_global_to_shared(
-                w, [tile, step * (DEPTH // 32), 0], bars.index(step), w_ring.index(step), pred=step < steps
-            )
         tma.async_copy_global_to_shared(x, [m, step * DEPTH], bars.index(step), x_ring.index(step), pred=step < steps)
     acc = gl.zeros([OUTPUTS, TOKENS], gl.float32, SUMS)
     slot = 0
@@ -256,7 +223,12 @@ def few_tma_kernel(
         bar = bars.index(slot)
         mbarrier.wait(bar, phase)
         words = w_ring.index(slot).reshape((OUTPUTS // 16, DEPTH * 4))
-        acc = _multiply(acc, words, x_ring.index(slot), CHUNK, WGMMA)
+        right = x_ring.index(slot).permute((1, 0))
+        sums = acc
+        for part in gl.static_range(DEPTH // CHUNK):
+            left = _floats(words.slice(part * CHUNK * 4, CHUNK * 4, 1).load(WORDS), x.dtype, LEFT)
+            sums = warpgroup_mma(left, right.slice(part * CHUNK, CHUNK, 0), sums, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         ahead = step + STAGES
         mbarrier.expect(bar, BYTES, pred=ahead < steps)
@@ -278,56 +250,35 @@ def layouts() -> tuple[gl.NVMMASharedLayout, gl.NVMMASharedLayout]:
     )
 
 
-def few(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, tile: FewTile) -> None:
+def product(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, tile: Int8Tile) -> None:
     """As ``linear_int8.linear_int8``."""
     rows, depth = x.shape
     outputs = scales.shape[0]
     pdl = pdl_enabled()
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.tokens))
-    if tile.tma:
+    common = {
+        "TOKENS": tile.tokens,
+        "OUTPUTS": tile.outputs,
+        "DEPTH": tile.depth,
+        "STAGES": tile.stages,
+        "PDL": pdl,
+        "num_warps": tile.warps,
+        **launch_options(pdl),
+    }
+    if tile.hopper:
         x_layout, w_layout = layouts()
-        few_tma_kernel[grid](
+        box = [tile.outputs // 16, tile.depth // 32, 128]
+        int8_hopper_kernel[grid](
             TensorDescriptor.from_tensor(x, [tile.tokens, tile.depth], x_layout),
-            TensorDescriptor.from_tensor(
-                w.view(w.shape[0], -1, 128), [tile.outputs // 16, tile.depth // 32, 128], w_layout
-            ),
+            TensorDescriptor.from_tensor(w.view(w.shape[0], -1, 128), box, w_layout),
             scales,
             y,
             rows,
             outputs,
             depth,
             y.stride(0),
-            TOKENS=tile.tokens,
-            OUTPUTS=tile.outputs,
-            DEPTH=tile.depth,
-            CHUNK=tile.chunk,
-            STAGES=tile.stages,
-            WGMMA=tile.wgmma,
-            EARLY=tile.early,
-            PDL=pdl,
-            num_warps=tile.warps,
-            **launch_options(pdl),
+            **common,
         )
         return
-    few_kernel[grid](
-        x,
-        w,
-        scales,
-        y,
-        rows,
-        outputs,
-        depth,
-        x.stride(0),
-        y.stride(0),
-        TOKENS=tile.tokens,
-        OUTPUTS=tile.outputs,
-        DEPTH=tile.depth,
-        CHUNK=tile.chunk,
-        STAGES=tile.stages,
-        EVEN=depth % tile.depth == 0,
-        WGMMA=tile.wgmma,
-        EARLY=tile.early,
-        PDL=pdl,
-        num_warps=tile.warps,
-        **launch_options(pdl),
-    )
+    even = depth % tile.depth == 0
+    int8_kernel[grid](x, w, scales, y, rows, outputs, depth, x.stride(0), y.stride(0), EVEN=even, **common)
