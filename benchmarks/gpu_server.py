@@ -152,7 +152,7 @@ def serving(
         while True:
             if process.poll() is not None or time.perf_counter() - began > ready_within_s:
                 raise RuntimeError(f"not ready:\n{log.read_text(errors='replace')[-6000:]}")
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 status = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5))
                 if all(worker["state"] == "ready" for worker in status["workers"]):
                     break
