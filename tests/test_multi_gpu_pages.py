@@ -293,13 +293,13 @@ FAULTS = {
         ({"kill D": {**kill(0.1448), "disturbed": 32}}, "| kill D | 32 of 32 | 145 | 145 | 0 | 16.2 |"),
         (
             {"rows": [sent("shm")]},
-            "| 2,048 tokens, 268 MB, shm | 32 | 19.4 | -0.12 | below noise ± 0.20 | +25.0 % | yes |",
+            "| 2,048 tokens, 268 MB, shm | 32 | 19.4 | -0.12 | below noise ± 0.20 | +25.0 % | 9.27 | yes |",
         ),
         (
             {"rows": [sent("tcp", exposed_ms=36.0)]},
-            "| 2,048 tokens, 268 MB, tcp | 32 | 19.4 | 36.0 | -85.6 % | +25.0 % | yes |",
+            "| 2,048 tokens, 268 MB, tcp | 32 | 19.4 | 36.0 | -85.6 % | +25.0 % | -26.8 | yes |",
         ),
-        ({"rows": [sent("ipc") | {"kv_equal": False}]}, "+25.0 % | **no** |"),
+        ({"rows": [sent("ipc") | {"kv_equal": False}]}, "+25.0 % | 9.27 | **no** |"),
         ({"prefill": {"ours_ms": 29.64, "plain_ms": 5945.5, "speed_up": 200.6}}, "| prefill | 29.6 | 5,946 | 201 |"),
         (
             {"paths": {"split": {"compared": 17, "identical": 16, "logit_rows": 398, "kv_blocks": 267}}},
