@@ -38,9 +38,14 @@ from tests.transfer.stores import LAYOUT, ArrayStore
 
 
 class FakeCopy:
-    def __init__(self, work):
+    def __init__(self, work, count):
         self.work = work
+        self.count = count
         self.done = threading.Event()
+
+    def end(self, result):
+        self.result = result
+        self.done.set()
 
     def wait(self):
         assert self.done.wait(WAIT_S)
@@ -108,7 +113,7 @@ class FakeStream(ArrayStore):
                 read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
             return [payload_digest(bytes_of(out)) for _, out in frames]
 
-        return self._enqueue("stage", work)
+        return self._enqueue("stage", work, len(frames))
 
     def collect(self, frames):
         def work():
@@ -118,11 +123,14 @@ class FakeStream(ArrayStore):
             return [payload_digest(bytes_of(place)) for _, place in frames]
 
         self.together.append(len(frames))
-        return self._enqueue("collect", work)
+        return self._enqueue("collect", work, len(frames))
 
-    def _enqueue(self, name, work):
-        copy = FakeCopy(work)
+    def _enqueue(self, name, work, count):
+        copy = FakeCopy(work, count)
         with self._lock:
+            if self._ended:
+                copy.end([0] * count)
+                return copy
             self.log.append(name)
             self._queue.append(copy)
             self.most_under_way = max(self.most_under_way, len(self._queue))
@@ -135,11 +143,12 @@ class FakeStream(ArrayStore):
                 while not self._queue and not self._ended:
                     self._lock.wait()
                 if self._ended:
+                    for left in self._queue:  # a thread may wait for it, and would fail another test
+                        left.end([0] * left.count)
                     return
                 copy = self._queue[0]
             time.sleep(self.delay_s)
-            copy.result = copy.work()
-            copy.done.set()
+            copy.end(copy.work())
             with self._lock:
                 self._queue.popleft()
 
