@@ -617,6 +617,41 @@ def check_threads() -> None:
             assert threading.get_ident() not in dict(log)
 
 
+def check_warm() -> None:
+    """What a request may ask of the sampler is launched by ``warm_up`` already, so nothing is compiled while it waits."""
+    launched: set[tuple[object, ...]] = set()
+    original = GridExecutor.__call__
+
+    def noting(self: GridExecutor, *values: object, **named: object) -> None:
+        """As Triton tells compiled kernels apart: by constants, and by integers that are 1 or multiples of 16."""
+        if "sampler" in self.fn.__module__ or "logprobs" in self.fn.__module__:
+            numbers = [(v == 1, v % 16 == 0) for v, name in zip(values, self.arg_names, strict=False)
+                       if isinstance(v, int) and name not in ("width", "most")]  # fmt: skip
+            launched.add((self.fn.__name__, *map(str, numbers), str(sorted(named.items()))))
+        original(self, *values, **named)
+
+    kinds = [
+        SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, seed=4),
+        SamplingParams(max_tokens=9, temperature=0.9, min_tokens=2, eos_token_ids=(3,), seed=6),
+        SamplingParams(max_tokens=9, temperature=0.9, logit_bias=dict.fromkeys(range(20), 1.0), logprobs=1),
+        SamplingParams(max_tokens=9, temperature=0.9, repetition_penalty=1.4, top_k=5, logprobs=16),
+    ]
+    with without_a_device(), mock.patch.object(GridExecutor, "__call__", noting):
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend.load(probe_program(), ProbeWeights())
+        backend.allocate_kv(32, BLOCK, "bfloat16")
+        with mock.patch("relay.kernels.cuda.backend.check_draws", check_draws):
+            backend.warm_up(64)
+        warm = set(launched)
+        assert warm
+        for kind in kinds:
+            backend.bind_slot(0, kind, 0, [1, 2, 3], [])
+            batch = batch_of([([1, 2, 3], 0, [1], 0)])
+            backend.run(0, len(probe_program().ops), batch)
+            backend.sample(batch)
+            assert launched <= warm, f"compiled for {kind}: {launched - warm}"
+
+
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
@@ -656,6 +691,7 @@ def check_baseline() -> None:
 CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
+    "warm": check_warm,
     "backend": check_backend,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,

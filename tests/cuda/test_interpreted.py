@@ -26,6 +26,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "overflow",
         "sampler",
         "limits",
+        "warm",
         "kv_copy",
         "program",
         "backend",
