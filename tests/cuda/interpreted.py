@@ -40,6 +40,7 @@ from relay.kernels.kv_frames import KvRange, Span, payload_digest, payload_sum
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.reference import quantized
+from relay.kernels.reference.backend import ReferenceBackend
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
@@ -617,6 +618,38 @@ def check_threads() -> None:
             assert threading.get_ident() not in dict(log)
 
 
+def check_definition() -> None:
+    """The model that kernels compute is numpy's, as near as 16 bits come: a prompt, then tokens that only the device knows."""
+    kinds = [SamplingParams(max_tokens=9, temperature=0.9, seed=seed) for seed in range(2)]
+    prompts = [[(5 * i + 3 * slot) % GEOMETRY.vocab for i in range(20)] for slot in range(2)]
+    ops = len(probe_program().ops)
+    with without_a_device():
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=64, graphs=False)
+        definition = ReferenceBackend()
+        for one, dtype in ((backend, "bfloat16"), (definition, "float32")):
+            one.load(probe_program(), ProbeWeights())
+            one.allocate_kv(32, BLOCK, dtype)
+            for slot, kind in enumerate(kinds):
+                one.bind_slot(slot, kind, 0, prompts[slot], [])
+        tables = [[7, 2], [11, 9]]
+        batch = batch_of([(prompts[slot], 0, tables[slot], slot) for slot in range(2)])
+        drawn: list[list[int]] = [[], []]
+        for step in range(4):
+            batch.capture_logits = True
+            backend.run(0, ops, batch)
+            for slot, token in enumerate(backend.sample(batch)):
+                drawn[slot].append(token.token_id)
+            known = batch
+            if step:
+                known = batch_of([([drawn[slot][-2]], 19 + step, tables[slot], slot) for slot in range(2)])
+                known.capture_logits = True
+            definition.run(0, ops, known)
+            definition.sample(known)
+            error = np.square(backend.logits() - definition.logits()).mean() ** 0.5 / definition.logits().std()
+            assert error < 0.05, f"step {step}: off by {error:.4f} of a logit"
+            batch = batch_of([([-1], 20 + step, tables[slot], slot) for slot in range(2)])
+
+
 def check_warm() -> None:
     """What a request may ask of the sampler is launched by ``warm_up`` already, so nothing is compiled while it waits."""
     launched: set[tuple[object, ...]] = set()
@@ -692,6 +725,7 @@ CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
     "warm": check_warm,
+    "definition": check_definition,
     "backend": check_backend,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,

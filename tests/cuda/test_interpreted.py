@@ -27,6 +27,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "sampler",
         "limits",
         "warm",
+        "definition",
         "kv_copy",
         "program",
         "backend",
