@@ -53,12 +53,13 @@ def summary(chaos: dict[str, Any], number: Callable[..., str]) -> str:
         more += f" {lost:,} packets were lost."
     if recordings := chaos.get("replayed", {}).get("recordings"):
         more += f" {chaos['replayed']['replayed']:,} of {recordings:,} recordings replayed to the same decisions."
+    each = f"{seeds} seed{'s' * (seeds > 1)} each"
+    faults = f"{sum(chaos['faults'].values()):,} faults of {len(chaos['faults'])} kinds"
     return (
-        f"{chaos['requests']:,} requests on clusters of {shapes}, {seeds} seeds each; {sum(chaos['faults'].values()):,} faults of "
-        f"{len(chaos['faults'])} kinds ({signals}). **{chaos['identical']:,} answers identical to the calm run, "
-        f"{chaos['different']} different, {chaos['failed']} failed, {chaos['leaked']} leaks.**{more} The median resume had "
-        f"{number(calm['resumed_tokens_p50'])} tokens to compute again; without faults and alone on the machine these and one "
-        f"step take {number(calm['reprefill_and_step_ms_p50'])} ms."
+        f"{chaos['requests']:,} requests on clusters of {shapes}, {each}; {faults} ({signals}). "
+        f"**{chaos['identical']:,} answers identical to the calm run, {chaos['different']} different, {chaos['failed']} failed, "
+        f"{chaos['leaked']} leaks.**{more} The median resume had {number(calm['resumed_tokens_p50'])} tokens to compute again; "
+        f"without faults and alone on the machine these and one step take {number(calm['reprefill_and_step_ms_p50'])} ms."
     )
 
 

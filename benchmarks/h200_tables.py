@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chaos_tables
+
 Result = dict[str, Any]
 Table = Callable[..., str]
 Number = Callable[..., str]
@@ -24,6 +26,21 @@ def text(folder: Path, table: Table, number: Number) -> str:
             parts.append(f"<sub>`{path.parent.name}/{path.name}` · {_made(result)}</sub>")
             parts += tables
     return "\n\n".join(parts) or "No GPU results are committed."
+
+
+def headline(folder: Path, number: Number) -> str:
+    """Decode steps and prefill of the 8B shape in one sentence; empty without their file."""
+    path = folder / "model_time.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    steps_ms = {batch: result["decode/8b"][batch]["pipelined_ms"] for batch in ("1", "64", "256")}
+    waits = ", ".join(f"{number(ms)} for {batch}" for batch, ms in steps_ms.items())
+    rate = max(row["tokens_per_s"] for row in result["prefill/8b"].values())
+    return (
+        f"**One H200**, an 8B shape in bf16, random weights: a decode step takes, ms by sequences, {waits}; prompts are computed "
+        f"at {number(rate)} tokens/s. ([what was measured](docs/kernels-gpu.md))"
+    )
 
 
 def _made(result: Result) -> str:
@@ -125,12 +142,18 @@ def kills(result: Result, table: Table, number: Number) -> list[str]:
 def transfers(result: Result, table: Table, number: Number) -> list[str]:
     """KV between two processes on one GPU: streamed while the prompt is computed, and sent after it."""
     rows = []
-    for name, row in result.items():
-        if not isinstance(row, dict) or not isinstance(row.get("exposed_ms"), dict):
+    for row in result.get("rows", []):
+        if "exposed_ms" not in row:
             continue
-        waits = [number(row["exposed_ms"].get(kind)) for kind in ("after", "overlapped")]
-        rows.append([f"{name}, {number(row['megabytes'])} MB", *waits, f"{100 * row['hidden_share']:.1f} %"])
-    return [table(["KV", "sent after it, ms", "streamed: exposed, ms", "hidden"], rows)] if rows else []
+        waits = [number(row["exposed_ms"][kind]) for kind in ("after", "overlapped")]
+        hidden = f"below noise ± {row['noise_ms']:.2f}" if row["below_noise"] else f"{100 * row['hidden_share']:.1f} %"
+        slower = row["prefill_ms"]["overlapped"] / row["prefill_ms"]["nothing"] - 1
+        after, streamed = (row["prefill_ms"][kind] + row["exposed_ms"][kind] for kind in ("after", "overlapped"))
+        cells = [str(row["frames"]), *waits, hidden, f"{100 * slower:+.1f} %", number(after - streamed)]
+        cells.append("yes" if row["kv_equal"] else "**no**")
+        rows.append([f"{row['tokens']:,} tokens, {number(row['megabytes'])} MB, {row['transport']}", *cells])
+    header = ["KV between two processes on one GPU", "frames", "sent after it, ms", "streamed: exposed, ms", "hidden"]
+    return [table([*header, "prefill slowed", "saved in all, ms", "bytes equal"], rows)] if rows else []
 
 
 def plain(result: Result, table: Table, number: Number) -> list[str]:
@@ -148,11 +171,77 @@ def compared(result: Result, table: Table, number: Number) -> list[str]:
     paths = result.get("paths", {})
     if "wrong" in paths:
         return [f"{paths['compared']} paths of the engine compared bit by bit, {len(paths['wrong'])} differ."]
+    injected = result.get("injected", {"paths": {}})
     rows = [
         [name, f"{row['identical']} of {row['compared']}", number(row["logit_rows"]), number(row["kv_blocks"])]
-        for name, row in paths.items()
+        for name, row in [*paths.items(), *injected["paths"].items()]
     ]
-    return [table(["path", "sequences identical", "logits rows", "KV blocks"], rows)] if rows else []
+    more = [f"Injected faults: commit {injected['commit']}, {injected['date']}."] if injected["paths"] else []
+    return [table(["path", "sequences identical", "logits rows", "KV blocks"], rows), *more] if rows else []
 
 
-READERS: tuple[Reader, ...] = (steps, attention, linears, int8_linears, served, kills, transfers, plain, compared)
+def checked(result: Result, table: Table, number: Number) -> list[str]:
+    """The parts of ``benchmarks.gpu_parts``: bits of frames, the frame kernels alone, every path in float16."""
+    parts = result.get("parts", {})
+    rows = []
+    if bits := parts.get("kv_bits"):
+        rows.append([f"frames equal to plain indexing, {bits['frames']} compared", f"{len(bits['wrong'])} differ"])
+    for name, row in parts.get("float16", {}).get("results", {}).items():
+        rows.append([f"{name}, {row['checks']} paths", f"{len(row['wrong'])} differ"])
+    if speed := parts.get("kv_speed"):
+        for kind in ("gather", "scatter"):
+            share = f"{number(speed[f'{kind}_us'])} µs, {100 * speed[f'{kind}_share']:.0f} %"
+            rows.append([f"{kind} of a frame of 8 MiB inside the GPU: time, share of the copy rate", share])
+    return [table(["part", "found"], rows)] if rows else []
+
+
+def loaded(result: Result, table: Table, number: Number) -> list[str]:
+    """Safetensors straight to the device beside a pack: reading alone, and the whole start."""
+    rows = [
+        [name.split(" (")[0], number(row.get("seconds", row.get("ready_s"))), number(row.get("gb_per_s"))]
+        for name, row in result.items()
+        if name.startswith(("load ", "serve ", "index")) and isinstance(row, dict)
+    ]
+    if "bits" not in result or not rows:
+        return []
+    bits = result["bits"]
+    said = f"{bits['compared']} tensors compared on the device, direct beside packed: {len(bits['wrong'])} differ."
+    return [table(["8B shape, bf16", "seconds (serve: start to ready)", "GB/s"], rows), said]
+
+
+def struck(result: Result, table: Table, number: Number) -> list[str]:
+    """`relay chaos` on a GPU."""
+    if "by_kind" not in result:
+        return []
+    sent = ", ".join(f"{count} over {scheme}" for scheme, count in result["kv_transfers"].items())
+    return [
+        chaos_tables.summary(result, number),
+        chaos_tables.resume_table(result, table, number),
+        f"KV transfers that a D acknowledged: {sent}.",
+    ]
+
+
+def suite(result: Result, table: Table, number: Number) -> list[str]:
+    """The tests that need a GPU, by file."""
+    files = result.get("files", {})
+    kinds = ("passed", "failed", "skipped")
+    rows = [[f"`{name}`", *(str(row[kind]) for kind in kinds)] for name, row in files.items()]
+    rows.append(["all", *(str(sum(row[kind] for row in files.values())) for kind in kinds)])
+    return [table(["tests by marker `gpu`", *kinds], rows)] if files else []
+
+
+READERS: tuple[Reader, ...] = (
+    steps,
+    attention,
+    linears,
+    int8_linears,
+    served,
+    kills,
+    transfers,
+    plain,
+    compared,
+    checked,
+    loaded,
+    struck,
+    suite,
+)

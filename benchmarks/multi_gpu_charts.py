@@ -115,7 +115,7 @@ def transfer_chart(parts: Parts) -> str:
         if isinstance(row, str)
     ]
     skipped += [f"part {name}" for name in ("kv", "kv-other") if name not in parts]
-    drawing = Drawing(1040, 74 + step * len(rows) + 34, "KV of one prompt from one GPU to another, 8B shape")
+    drawing = Drawing(1100, 74 + step * len(rows) + 34, "KV of one prompt from one GPU to another, 8B shape")
     for x, colour, text in (
         (left, AFTER, "sent after the prompt: exposed, ms"),
         (left + 230, STREAMED, "streamed during it"),

@@ -35,6 +35,49 @@ def text(document: Document, table: Table, number: Number) -> str:
     return "\n\n".join(found)
 
 
+def headline(document: Document, number: Number) -> str:
+    """Split against colocated in a few sentences, what it costs among them; empty without both."""
+    parts = document["parts"]
+    ratios = {name: row for name, row in compared(parts).items() if name.startswith("split over colocated")}
+    if not ratios:
+        return ""
+    columns: list[list[str]] = []
+    for name, row in ratios.items():
+        key = name.removeprefix("split over colocated, ")
+        split, other = parts["split"][key], parts[f"colocated-{row['budget']}"][key]
+        figures = [split["load"]["chats_per_s"] + split["load"]["documents_per_s"], row["itl_p99"]]
+        figures += [
+            one[kind][share] for kind, share in (("itl_ms", "p99"), ("ttft_ms", "p50")) for one in (split, other)
+        ]
+        figures += [split["second_ms"][share] for share in ("p50", "p99")]
+        columns.append([number(figure) for figure in figures])
+    rates, ratio, gap, other_gap, first, other_first, second, second_most = (
+        " / ".join(each) for each in zip(*columns, strict=True)
+    )
+    text = (
+        f"**Two H200s**, the same shape, long prompts beside chats at {rates} requests/s, 1P + 1D against two colocated replicas "
+        f"at their best token budget: the 99th percentile of the gaps between tokens is {gap} against {other_gap} ms, {ratio} "
+        f"times better. It costs the first token ({first} against {other_first} ms at the median) and, once a request, the gap "
+        f"in which it changes hands (median {second}, p99 {second_most} ms)"
+    )
+    backlogs = [
+        part["backlog"]["all_tokens_per_s"] for part in budgets(parts, "colocated").values() if "backlog" in part
+    ]
+    if backlogs and "backlog" in parts["split"]:
+        share = parts["split"]["backlog"]["all_tokens_per_s"] / max(backlogs)
+        text += f"; a backlog is worked off at {share:.2f} of their rate"
+    text += "."
+    shares = [row["after_share_of_copy_rate"] for row in parts.get("kv", {}).values() if isinstance(row, dict)]
+    missed = []
+    if shares and min(shares) < 0.8:
+        missed.append(
+            f"a burst of KV at 80 % of the copy rate (it is {100 * min(shares):.0f} to {100 * max(shares):.0f})"
+        )
+    if "kill" in parts and (wait := parts["kill"]["next_token_ms_of_disturbed"]["p99"]) > KILLS["kill"][1]:
+        missed.append(f"the next token within {KILLS['kill'][1]:.0f} ms of killing the only D (it is {number(wait)})")
+    return text + (f" Missed: {'; '.join(missed)}." if missed else "") + " ([several GPUs](docs/several-gpus.md))"
+
+
 def _served(parts: Parts) -> dict[str, Any]:
     """Every part with loads, by what the tables call it."""
     found = {"1P + 1D": parts.get("split"), "1P + 1D, host memory": parts.get("split-other")}
@@ -105,9 +148,11 @@ def transfers_table(parts: Parts, table: Table, number: Number) -> str:
         hidden = f"below noise ± {row['noise_ms']:.2f}" if row["below_noise"] else f"{100 * row['hidden_share']:.1f} %"
         cells = [number(row[key]) for key in ("megabytes", "exposed_after_ms", "exposed_ms")]
         slower = row["prefill_ms"]["streamed"] / row["prefill_ms"]["empty"] - 1
+        saved = row["prefill_ms"]["after"] + row["exposed_after_ms"] - row["prefill_ms"]["streamed"] - row["exposed_ms"]
         cells += [
             hidden,
             f"{100 * slower:+.1f} %",
+            number(saved),
             number(row["after_gb_per_s"]),
             number(row["copy"].get("kernel_gb_per_s")),
         ]
@@ -121,6 +166,7 @@ def transfers_table(parts: Parts, table: Table, number: Number) -> str:
         "streamed: exposed, ms",
         "hidden",
         "prefill slowed",
+        "saved in all, ms",
         "GB/s",
         "frame kernel alone, GB/s",
     ]

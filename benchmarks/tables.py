@@ -292,6 +292,12 @@ def readme_figures(results: Results) -> str:
         lines += [f"{chaos_tables.headline(results['chaos'])} ([failure model](docs/failure-model.md))", ""]
     if headline := kv_tables.headline([results[name] for name in ("kv_float32", "kv_bfloat16") if name in results]):
         lines += [f"{headline} ([measured](docs/benchmarks.md#kv-transfer))", ""]
+    if "multi_gpu" in results:
+        found, drawn = results["multi_gpu"], "multi-gpu-load.svg"
+        shown = [h200_tables.headline(RESULTS / GPU_FOLDER, number), multi_gpu_tables.headline(found, number)]
+        if drawn in multi_gpu_charts.pictures(found):
+            shown.append(f"![{multi_gpu_tables.CAPTIONS[drawn]}](docs/images/{drawn})")
+        lines += [one for text in shown if text for one in (text, "")]
     if "serve" in results:
         serve = results["serve"]
         machine = serve["machine"]

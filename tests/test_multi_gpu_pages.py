@@ -11,7 +11,7 @@ from benchmarks.gpu_server import Stream, ms
 from benchmarks.multi_gpu_charts import pictures
 from benchmarks.multi_gpu_load import Load, Planned, figures
 from benchmarks.multi_gpu_run import NO_VLLM
-from benchmarks.multi_gpu_tables import text
+from benchmarks.multi_gpu_tables import headline, text
 
 
 def loads(gap_ms: float, *, burst: bool = False) -> dict[str, Any]:
@@ -137,6 +137,23 @@ def test_transfers_and_kills_are_shown_with_their_goals() -> None:
     assert page.count("KV rate over copy rate") == 2  # not of the way by host memory
 
 
+def test_the_readme_says_what_the_split_gains_costs_and_misses() -> None:
+    slow = served(20.0)
+    slow["backlog"]["all_tokens_per_s"] = 4 * served(5.0)["backlog"]["all_tokens_per_s"]
+    parts = {"split": served(5.0), "colocated-512": slow, "kv": {"2048": transfer(0.1, 120.0)}, "kill": kill(0.4)}
+    said = headline(document(**parts), tables.number)
+    for words in (
+        "is 5.00 against 20.0 ms, 4.00 times better",
+        "(100 against 100 ms at the median)",
+        "a backlog is worked off at 0.25 of their rate",
+        "Missed: a burst of KV at 80 % of the copy rate (it is 30 to 30); the next token within 300 ms",
+    ):
+        assert words in said
+    parts |= {"kv": {"2048": transfer(0.1, 360.0)}, "kill": kill(0.2)}
+    assert "Missed" not in headline(document(**parts), tables.number)
+    assert headline(document(split=served(5.0)), tables.number) == ""
+
+
 def test_a_part_without_figures_is_named_with_its_reason() -> None:
     found = document(kv={"2048": transfer(1.0, 100.0)})
     found["problems"] = {
@@ -215,6 +232,42 @@ def one_gpu(folder: Path, **result: Any) -> str:
     return h200_tables.text(folder, tables.table, tables.number)
 
 
+def sent(transport: str, exposed_ms: float = -0.12) -> dict[str, Any]:
+    return {
+        "transport": transport,
+        "frames": 32,
+        "tokens": 2048,
+        "megabytes": 268.4,
+        "kv_equal": True,
+        "prefill_ms": {"overlapped": 56.25, "after": 46.0, "nothing": 45.0},
+        "noise_ms": 0.2,
+        "exposed_ms": {"overlapped": exposed_ms, "after": 19.4},
+        "below_noise": exposed_ms <= 0.2,
+        "hidden_share": round(1 - exposed_ms / 19.4, 4),
+    }
+
+
+READ = {"bits": {"compared": 20, "wrong": ["one"]}}
+FAULTS = {
+    "requests": 96,
+    "identical": 95,
+    "different": 0,
+    "failed": 0,
+    "leaked": 0,
+    "faults": {"kill_engine": 1},
+    "signals": {"SIGKILL": 1},
+    "by_kind": {
+        "kill_engine": {
+            "resume_ms": {"n": 1, "p50": 80.94, "p99": 80.94},
+            "detect_ms": {"n": 1, "p50": 13.05, "p99": 13.05},
+        }
+    },
+    "calm": {"resumed_tokens_p50": 118.0, "reprefill_and_step_ms_p50": 8.92},
+    "cells": [{"shape": "1P+2D", "seed": 1}],
+    "kv_transfers": {"ipc": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("result", "line"),
     [
@@ -239,21 +292,51 @@ def one_gpu(folder: Path, **result: Any) -> str:
         ),
         ({"kill D": {**kill(0.1448), "disturbed": 32}}, "| kill D | 32 of 32 | 145 | 145 | 0 | 16.2 |"),
         (
-            {
-                "shm": {
-                    "megabytes": 268.4,
-                    "exposed_ms": {"overlapped": 166.12, "after": 190.62},
-                    "hidden_share": 0.1285,
-                }
-            },
-            "| shm, 268 MB | 191 | 166 | 12.8 % |",
+            {"rows": [sent("shm")]},
+            "| 2,048 tokens, 268 MB, shm | 32 | 19.4 | -0.12 | below noise ± 0.20 | +25.0 % | 9.27 | yes |",
         ),
+        (
+            {"rows": [sent("tcp", exposed_ms=36.0)]},
+            "| 2,048 tokens, 268 MB, tcp | 32 | 19.4 | 36.0 | -85.6 % | +25.0 % | -26.8 | yes |",
+        ),
+        ({"rows": [sent("ipc") | {"kv_equal": False}]}, "+25.0 % | 9.27 | **no** |"),
         ({"prefill": {"ours_ms": 29.64, "plain_ms": 5945.5, "speed_up": 200.6}}, "| prefill | 29.6 | 5,946 | 201 |"),
         (
             {"paths": {"split": {"compared": 17, "identical": 16, "logit_rows": 398, "kv_blocks": 267}}},
             "| split | 16 of 17 | 398 | 267 |",
         ),
         ({"paths": {"compared": 144, "wrong": ["one"]}}, "144 paths of the engine compared bit by bit, 1 differ."),
+        (
+            {"parts": {"kv_bits": {"frames": 256, "wrong": ["one"]}}},
+            "| frames equal to plain indexing, 256 compared | 1 differ |",
+        ),
+        (
+            {"parts": {"float16": {"results": {"8b float16": {"checks": 89, "wrong": []}}}}},
+            "| 8b float16, 89 paths | 0 differ |",
+        ),
+        (
+            {
+                "parts": {
+                    "kv_speed": {"gather_us": 12.8, "gather_share": 0.306, "scatter_us": 13.1, "scatter_share": 0.3}
+                }
+            },
+            "time, share of the copy rate | 12.8 µs, 31 % |",
+        ),
+        ({**READ, "load direct": {"seconds": 0.58, "gb_per_s": 27.48}}, "| load direct | 0.58 | 27.5 |"),
+        ({**READ, "serve direct, first start (cold)": {"ready_s": 13.23}}, "| serve direct, first start | 13.2 | – |"),
+        ({**READ, "index": {"seconds": 2.0}}, "20 tensors compared on the device, direct beside packed: 1 differ."),
+        ({**FAULTS, "failed": 1}, "**95 answers identical to the calm run, 0 different, 1 failed, 0 leaks.**"),
+        (FAULTS, "| kill engine | 13.1 | 13.1 | 80.9 | 80.9 | 1 |"),
+        (FAULTS, "KV transfers that a D acknowledged: 4 over ipc."),
+        (
+            {
+                "files": {
+                    "a.py": {"passed": 3, "failed": 0, "skipped": 1},
+                    "b.py": {"passed": 2, "failed": 1, "skipped": 0},
+                }
+            },
+            "| all | 5 | 1 | 1 |",
+        ),
     ],
 )
 def test_a_result_of_one_gpu_is_shown_by_what_it_holds(tmp_path: Path, result: dict[str, Any], line: str) -> None:

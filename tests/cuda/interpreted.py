@@ -478,21 +478,21 @@ def check_backend(dtype: str = "bfloat16", quantized: bool = False) -> None:
         staged = bytearray(len(whole))
         here = KvRange(0, GEOMETRY.num_layers, 0, 21, np.array(tables[0], np.int32))
         there = replace(here, block_table=np.array([23, 24], np.int32))
-        assert backend.stage(here, memoryview(whole)).wait() == [payload_digest(whole)]
+        assert backend.stage([(here, memoryview(whole))]).wait() == [payload_digest(whole)]
         assert whole[-len(raw) :] == raw
         part = replace(there, layer=1, layers=1, first=3, count=2, block_table=np.array([25], np.int32))
         piece = memoryview(whole)[: 2 * backend.kv_bytes_per_token_layer()]
         found = backend.collect([(there, memoryview(whole)), (part, piece)]).wait()
         assert found == [payload_digest(whole), payload_digest(piece)]
-        assert backend.stage(there, memoryview(staged)).wait() == [payload_digest(whole)]
+        assert backend.stage([(there, memoryview(staged))]).wait() == [payload_digest(whole)]
         assert staged == whole
         area = _Area(torch.zeros(4096 + len(whole), dtype=torch.uint8))
         span = Span(area, 4096, len(whole))
-        assert backend.stage(there, span).wait() == [payload_digest(whole)]
+        assert backend.stage([(there, span)]).wait() == [payload_digest(whole)]
         assert area.tensor[4096:].numpy().tobytes() == whole
         moved = replace(there, block_table=np.array([26, 27], np.int32))
         assert backend.collect([(moved, span), (part, piece)]).wait() == [payload_digest(whole), payload_digest(piece)]
-        assert backend.stage(moved, memoryview(staged)).wait() == [payload_digest(whole)]
+        assert backend.stage([(moved, memoryview(staged))]).wait() == [payload_digest(whole)]
         assert all(layer.failed or layer.tested for layer in backend._device.layers.values())
         backend.close()
 

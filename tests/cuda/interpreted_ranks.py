@@ -353,10 +353,10 @@ def check_frames(backend: RankedCudaBackend, *layers: bytes) -> None:
         want = np.ascontiguousarray(whole[:, :, :, first : first + count]).tobytes()
         one = KvRange(0, 2, 0, 9, table, heads)
         host = bytearray(len(want))
-        assert backend.stage(one, memoryview(host)).wait() == [payload_digest(want)]
+        assert backend.stage([(one, memoryview(host))]).wait() == [payload_digest(want)]
         assert host == want
         area = SimpleNamespace(tensor=torch.zeros(64 + len(want), dtype=torch.uint8))
-        assert backend.stage(one, Span(area, 64, len(want))).wait() == [payload_digest(want)]
+        assert backend.stage([(one, Span(area, 64, len(want)))]).wait() == [payload_digest(want)]
         assert area.tensor[64:].numpy().tobytes() == want
         back = KvRange(0, 2, 0, 9, other, heads)
         nothing = bytes(len(want))
@@ -364,7 +364,7 @@ def check_frames(backend: RankedCudaBackend, *layers: bytes) -> None:
         assert backend.collect(both[:1]).wait() == [payload_digest(nothing)]
         assert backend.collect(both[1:]).wait() == [payload_digest(want)]
         again = bytearray(len(want))
-        assert backend.stage(back, memoryview(again)).wait() == [payload_digest(want)]
+        assert backend.stage([(back, memoryview(again))]).wait() == [payload_digest(want)]
         assert again == want
 
 

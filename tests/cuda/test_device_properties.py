@@ -72,7 +72,7 @@ def test_frames_are_the_bytes_of_plain_indexing(on_device: bool) -> None:
         rows = kv[layer : layer + layers, :, torch.from_numpy(table).long().cuda()]
         rows = rows.transpose(3, 4).reshape(layers, 2, -1, heads * dim)[:, :, first : first + count]
         want = rows.contiguous().view(torch.uint8).flatten().cpu().numpy().tobytes()
-        assert backend.stage(KvRange(layer, layers, first, count, table), place).wait() == [payload_digest(want)]
+        assert backend.stage([(KvRange(layer, layers, first, count, table), place)]).wait() == [payload_digest(want)]
         got = area.tensor.cpu().numpy().tobytes() if on_device else bytes(place)
         assert got == (b"\xff" * 4096 + want + b"\xff" * 4096 if on_device else want)
         before = kv.clone()

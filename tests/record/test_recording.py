@@ -10,6 +10,7 @@ import pytest
 from relay.cli.main import run
 from relay.control.record import GatewayPlayer, GatewayRecorder
 from relay.record import frames
+from relay.record.commit import commit
 from relay.record.frames import BadRecording, Happened, read
 from relay.record.replay import replay
 from relay.record.writer import SPARE_BYTES, Writer
@@ -244,6 +245,13 @@ def test_another_commit_is_said(tmp_path: Path, recorded: Path, capsys: pytest.C
     file.write_bytes(frames.whole(other, []))
     assert run(["replay", str(file)]) == 0
     assert f"was recorded with {'f' * 40}" in capsys.readouterr().err
+
+
+def test_a_copy_of_the_source_is_named_by_who_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAY_COMMIT", "0123abc")
+    assert commit.__wrapped__() == "0123abc"
+    monkeypatch.delenv("RELAY_COMMIT")
+    assert commit.__wrapped__() != "0123abc"
 
 
 def test_a_recording_ends_at_its_size_limit(tmp_path: Path) -> None:

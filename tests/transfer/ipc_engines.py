@@ -172,9 +172,9 @@ class Struck:
     def at(self, what, byte, deed):
         self._left[what], self._deed = int(byte), deed
 
-    def stage(self, one, out):
-        copying = self.inner.stage(one, out)
-        self._count("stage", [one])
+    def stage(self, frames):
+        copying = self.inner.stage(frames)
+        self._count("stage", [one for one, _ in frames])
         return copying
 
     def collect(self, frames):

@@ -12,7 +12,7 @@ from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.channel import ChannelClosed
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged
 from relay.transfer.frame import FrameError, Handoff
-from relay.transfer.ipc import MOST_AREAS, AreaPool, IpcWire, offer_area, take_area
+from relay.transfer.ipc import MOST_AREAS, AreaPool, IpcWire, Mappings, offer_area, take_area
 from relay.transfer.shm import Descriptor
 from relay.transfer.stream import StreamChannel
 from relay.transfer.transport import WiredTransport
@@ -165,8 +165,8 @@ class Pair:
         except ChannelClosed as error:
             self.found.append(error)
 
-    def taken(self):
-        sender = take_area(self.stream, self.devices)
+    def taken(self, mappings=None):
+        sender = take_area(self.stream, mappings or Mappings(self.devices))
         self.thread.join()
         return sender, self.found[0]
 
@@ -194,6 +194,23 @@ def test_p_lets_go_of_the_lease_after_the_area(pair, devices):
     sender.release()
     assert not devices.opened
     assert pair.pool.take()[0] is area
+
+
+def test_the_area_of_a_dead_target_stays_mapped_until_another_is(pair, devices):
+    """Unmapping waits for the device, which then has the dead one's sequences to go on with."""
+    mappings = Mappings(devices)
+    sender, receiver = pair.taken(mappings)
+    receiver.close()
+    receiver._lease = None  # as its process's end does: the reading end is closed
+    sender.close()
+    sender.release()
+    assert len(devices.opened) == 1
+    second = Pair(devices)
+    try:
+        sender, receiver = second.taken(mappings)
+        assert devices.opened == [devices.handle(receiver._area)]
+    finally:
+        second.close()
 
 
 def test_an_area_that_cannot_be_unmapped_is_said_and_let_go_of(pair, devices, capsys):

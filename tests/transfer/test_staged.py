@@ -38,9 +38,14 @@ from tests.transfer.stores import LAYOUT, ArrayStore
 
 
 class FakeCopy:
-    def __init__(self, work):
+    def __init__(self, work, count):
         self.work = work
+        self.count = count
         self.done = threading.Event()
+
+    def end(self, result):
+        self.result = result
+        self.done.set()
 
     def wait(self):
         assert self.done.wait(WAIT_S)
@@ -75,6 +80,8 @@ class FakeStream(ArrayStore):
         self.pinned = []
         self.allocated = []
         self.places = []
+        self.staged = []  # frames of each stage
+        self.sizes = []  # and of every frame
         self.log = []
         self.together = []  # frames of each collect
         self.most_under_way = 0
@@ -95,15 +102,18 @@ class FakeStream(ArrayStore):
         self.allocated.append(one)
         return memoryview(one)
 
-    def stage(self, one, out):
-        self.places.append(out.obj if isinstance(out, memoryview) else None)
+    def stage(self, frames):
+        self.places += [out.obj if isinstance(out, memoryview) else None for _, out in frames]
+        self.staged.append(len(frames))
+        self.sizes += [len(bytes_of(out)) for _, out in frames]
 
         def work():
-            target = bytes_of(out)
-            read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
-            return [payload_digest(target)]
+            for one, out in frames:
+                target = bytes_of(out)
+                read_frame_kv(self, header_of(one, len(target)), one.block_table, target, one.heads)
+            return [payload_digest(bytes_of(out)) for _, out in frames]
 
-        return self._enqueue("stage", work)
+        return self._enqueue("stage", work, len(frames))
 
     def collect(self, frames):
         def work():
@@ -113,11 +123,14 @@ class FakeStream(ArrayStore):
             return [payload_digest(bytes_of(place)) for _, place in frames]
 
         self.together.append(len(frames))
-        return self._enqueue("collect", work)
+        return self._enqueue("collect", work, len(frames))
 
-    def _enqueue(self, name, work):
-        copy = FakeCopy(work)
+    def _enqueue(self, name, work, count):
+        copy = FakeCopy(work, count)
         with self._lock:
+            if self._ended:
+                copy.end([0] * count)
+                return copy
             self.log.append(name)
             self._queue.append(copy)
             self.most_under_way = max(self.most_under_way, len(self._queue))
@@ -130,11 +143,12 @@ class FakeStream(ArrayStore):
                 while not self._queue and not self._ended:
                     self._lock.wait()
                 if self._ended:
+                    for left in self._queue:  # a thread may wait for it, and would fail another test
+                        left.end([0] * left.count)
                     return
                 copy = self._queue[0]
             time.sleep(self.delay_s)
-            copy.result = copy.work()
-            copy.done.set()
+            copy.end(copy.work())
             with self._lock:
                 self._queue.popleft()
 
@@ -188,6 +202,64 @@ def test_every_byte_arrives_through_streams(scheme, depth, parts):
             assert pair.stores[0].most_under_way == depth
     finally:
         pair.close()
+
+
+def test_frames_that_may_go_are_read_together(scheme):
+    """While the first copy runs the others wait; then they share one, up to half of what a frame may have."""
+    limits = TransferLimits(64, 8192, 32768, probe_ns=200_000_000)
+    pair = DevicePair(scheme, 1, limits, parts=((0, 1), (1, 1)))  # six frames of 3,200 bytes
+    pair.stores[0].delay_s = 0.02
+    try:
+        pair.start()
+        announce(pair.source, chunk=100)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(pair.target.event(), ReceiveCompleted)
+        assert np.array_equal(pair.stores[0].tokens(SOURCE_TABLE, 100), pair.stores[1].tokens(TARGET_TABLE, 100))
+        staged, sizes = pair.stores[0].staged, pair.stores[0].sizes
+        assert max(staged) > 1
+        start = 0
+        for count in staged:
+            together, start = sizes[start : start + count], start + count
+            assert sum(together[:-1]) < 4096, "others wait for what comes later"
+    finally:
+        pair.close()
+
+
+def test_what_is_waited_for_goes_first():
+    """Two transfers over one link; the one whose token is drawn sends all that it has before the other's next frame."""
+    target = Node("d", "shm", limits=SMALL)
+    sent = []
+    store = ArrayStore(seed=1)
+    source = Node("p", "shm", store=store, limits=TransferLimits(512, 1024, 1 << 20))
+    try:
+        for transfer in (7, 8):
+            target.transport.open_receive(receive_order(transfer=transfer))
+        link = source.transport
+        gate = threading.Event()
+        honest = store.read_kv
+
+        def read_kv(layer, table, *rest):
+            gate.wait(WAIT_S)
+            sent.append(int(table[0]))
+            honest(layer, table, *rest)
+
+        store.read_kv = read_kv
+        for transfer in (7, 8):
+            link.open_send(send_order(target, transfer=transfer))
+        others = np.asarray(SOURCE_TABLE)[::-1].copy()
+        for layer in range(LAYOUT.num_layers):
+            link.layer_written(7, layer, 0, 100, SOURCE_TABLE)
+            link.layer_written(8, layer, 0, 100, others)
+        link.send_handoff(8, Handoff(token_id=1))
+        time.sleep(0.1)  # both are open and the first frame is picked
+        gate.set()
+        assert isinstance(target.event(), ReceiveCompleted)
+        mine = int(others[0])
+        last = len(sent) - 1 - sent[::-1].index(mine)
+        assert set(sent[1 : last + 1]) == {mine}, sent
+    finally:
+        source.transport.close()
+        target.transport.close()
 
 
 def test_frames_that_came_meanwhile_are_written_together(scheme):

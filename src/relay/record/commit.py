@@ -1,5 +1,6 @@
 """Which source runs."""
 
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,12 @@ from relay import __version__
 
 @cache
 def commit() -> str:
-    """The commit of the source that runs, "+" behind it if it was changed since; the release where it is no checkout."""
+    """The commit of the source that runs, "+" behind it if it was changed since; the release where it is no checkout.
+
+    ``RELAY_COMMIT`` names it where the source is a copy: what Git says of the folder around it may be of another commit.
+    """
+    if named := os.environ.get("RELAY_COMMIT"):
+        return named
     package = Path(__file__).resolve().parent.parent
     try:
         root = _git(package, "rev-parse", "--show-toplevel")

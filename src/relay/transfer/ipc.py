@@ -130,12 +130,12 @@ class AreaSender(_AreaChannel):
         capacity: int,
         space: Descriptor,
         lease: Descriptor,
-        memory: DeviceMemory,
+        mappings: "Mappings",
     ) -> None:
         super().__init__(stream, area, capacity, space)
         self._free = capacity
         self._lease: Descriptor | None = lease
-        self._memory = memory
+        self._mappings = mappings
         self._reserved: deque[bool] = deque()  # whether each is KV
 
     def await_room(self, size: int) -> None:
@@ -180,11 +180,43 @@ class AreaSender(_AreaChannel):
     def release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            try:
-                self._memory.close(self._area)
-            except SharingFailed as error:  # of a target that is gone, perhaps; no kernel uses it any more
-                print(f"an area of {self.peer} stays mapped: {error}", file=sys.stderr, flush=True)
+            self._mappings.end(self._area, self.peer, dead=_hung_up(lease))
             del lease  # its last owner closes it
+
+
+class Mappings:
+    """P's mapped areas. Unmapping waits for the device, and whatever the process then asks of CUDA waits too.
+
+    So the area of a target that died, when its sequences are to go on at once and perhaps here, stays until another is mapped.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._of_dead: list[tuple[Any, str]] = []  # an area, and whose it was
+
+    def begin(self, handle: bytes, size: int) -> Any:
+        """Raises SharingFailed."""
+        area = self._memory.open(handle, size)
+        with self._lock:
+            of_dead, self._of_dead = self._of_dead, []
+        for old, peer in of_dead:
+            self._close(old, peer)
+        return area
+
+    def end(self, area: Any, peer: str, *, dead: bool) -> None:
+        """No kernel uses it any more."""
+        if dead:
+            with self._lock:
+                self._of_dead.append((area, peer))
+        else:
+            self._close(area, peer)
+
+    def _close(self, area: Any, peer: str) -> None:
+        try:
+            self._memory.close(area)
+        except SharingFailed as error:  # of a target that is gone, perhaps
+            print(f"an area of {peer} stays mapped: {error}", file=sys.stderr, flush=True)
 
 
 class AreaReceiver(_AreaChannel):
@@ -243,7 +275,7 @@ def offer_area(stream: StreamChannel, pool: AreaPool) -> AreaReceiver:
     return receiver
 
 
-def take_area(stream: StreamChannel, memory: DeviceMemory) -> AreaSender:
+def take_area(stream: StreamChannel, mappings: Mappings) -> AreaSender:
     """P's side, after the hellos. Raises WireUnusable where the area cannot be had, ChannelClosed, FrameError."""
     try:
         data, numbers, _, _ = socket.recv_fds(
@@ -260,12 +292,12 @@ def take_area(stream: StreamChannel, memory: DeviceMemory) -> AreaSender:
     if len(owned) != 2 or not is_eventfd(owned[0]) or capacity % ALIGNMENT or not capacity:
         raise FrameError(f"{stream.peer} offered no area of KV")
     try:
-        area = memory.open(handle, capacity)
+        area = mappings.begin(handle, capacity)
     except SharingFailed as error:
         _send(stream, _DECLINED, [])
         raise WireUnusable(f"{stream.peer}: {error}") from error
     os.set_blocking(owned[0].number, False)
-    sender = AreaSender(stream, area, capacity, owned[0], owned[1], memory)
+    sender = AreaSender(stream, area, capacity, owned[0], owned[1], mappings)
     try:
         _send(stream, _ACCEPTED, [])
     except BaseException:
@@ -282,7 +314,7 @@ class IpcWire(ShmWire):
 
     def __init__(self, host_identity: str, memory: DeviceMemory, area_bytes: int) -> None:
         super().__init__(host_identity)
-        self._memory = memory
+        self._mappings = Mappings(memory)
         self._pool = AreaPool(memory, area_bytes)
         self._unusable: set[str] = set()
 
@@ -298,7 +330,7 @@ class IpcWire(ShmWire):
         if not dialled:
             return offer_area(stream, self._pool)
         try:
-            return take_area(stream, self._memory)
+            return take_area(stream, self._mappings)
         except WireUnusable as error:
             self._unusable.add(stream.address)
             print(f"KV over CUDA IPC is not possible: {error}", file=sys.stderr, flush=True)
@@ -313,6 +345,7 @@ def _send(stream: StreamChannel, data: bytes, descriptors: list[int]) -> None:
 
 
 def _hung_up(lease: Descriptor) -> bool:
+    """Whether the other end is closed: the writing end shows POLLHUP to the reader, the reading one POLLERR to the writer."""
     poll = select.poll()
     poll.register(lease.number, 0)
-    return any(event & select.POLLHUP for _, event in poll.poll(0))
+    return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

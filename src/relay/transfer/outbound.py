@@ -27,7 +27,7 @@ from relay.transfer.contract import (
 from relay.transfer.frame import MAX_CONTROL_BYTES, Checksum, FrameError, Handoff, Header, seal_over
 from relay.transfer.handshake import HelloRefused
 from relay.transfer.sender import Outgoing, Sender, SenderState
-from relay.transfer.store import ChecksummedStore, Reading
+from relay.transfer.store import ChecksummedStore, Reading, Wanted
 
 Dial = Callable[[SendOrder], list[Channel]]
 """Open the connections to the order's target and say hello. Raises ChannelClosed, FrameError, HelloRefused."""
@@ -43,10 +43,9 @@ class _Sending:
 
 
 class _Begun(NamedTuple):
-    """A KV frame whose payload is being copied."""
+    """KV frames whose payloads are being copied together."""
 
-    sending: _Sending
-    header: Header
+    frames: list[tuple[_Sending, Header]]
     reading: Reading
 
 
@@ -235,13 +234,15 @@ class OutboundLink:
                         return
                 else:
                     job = self._job(pick) if channel.has_room(room) else None
+                idle = job is None
                 if job is not None and job[0] is not None:
-                    begun.append(self._begin(channel, job[0], job[1]))
-                while begun and (job is None or job[0] is None or len(begun) >= self._store.depth):
+                    copies, job = self._begin(channel, pick, room, job)
+                    begun.append(copies)
+                while begun and (idle or job is not None or len(begun) >= self._store.depth):
                     self._finish(channel, begun.popleft())
-                    if job is None:
+                    if idle:
                         break
-                if job is not None and job[0] is None:
+                if job is not None:
                     send_frame(channel, job[1].header, job[1].payload or b"", self._checksum)
         finally:
             for left in begun:  # a copy that still runs writes to memory that is about to go
@@ -273,32 +274,41 @@ class OutboundLink:
             job[0].reading += 1
         return job
 
-    def _begin(self, channel: Channel, sending: _Sending, outgoing: Outgoing) -> _Begun:
-        header = outgoing.header
-        payload = channel.reserve_kv(header.payload_bytes)
+    def _begin(self, channel: Channel, pick: Pick, room: int, job: Job | None) -> tuple[_Begun, Job | None]:
+        """Begin to copy the frame of ``job``, and with it others that may go now: together half of what one may have at most, since
+        none leaves before all are copied. Also the job without KV that came instead of another, if one did."""
+        frames: list[tuple[_Sending, Header]] = []
+        wanted: list[Wanted] = []
+        size = 0
         try:
-            reading = self._store.read(header, sending.block_table, payload)
+            while job is not None and job[0] is not None:
+                sending, header = job[0], job[1].header
+                frames.append((sending, header))
+                wanted.append(Wanted(header, sending.block_table, channel.reserve_kv(header.payload_bytes)))
+                size += header.payload_bytes
+                more = len(frames) < self._store.together and size < self._most_kv_bytes // 2 and channel.has_room(room)
+                job = self._job(pick) if more else None
+            return _Begun(frames, self._store.read(wanted)), job
         except BaseException:
-            self._done_reading(sending)
+            self._done_reading(frames)
             raise
-        return _Begun(sending, header, reading)
 
     def _finish(self, channel: Channel, begun: _Begun) -> None:
-        checksum = self._end_copy(begun)
-        header = begun.header
-        if begun.reading.flags:
-            header = msgspec.structs.replace(header, flags=header.flags | begun.reading.flags)
-        channel.commit(seal_over(header, checksum, self._checksum))
+        flags = begun.reading.flags
+        for (_, header), checksum in zip(begun.frames, self._end_copy(begun), strict=True):
+            sealed = msgspec.structs.replace(header, flags=header.flags | flags) if flags else header
+            channel.commit(seal_over(sealed, checksum, self._checksum))
 
-    def _end_copy(self, begun: _Begun) -> int:
+    def _end_copy(self, begun: _Begun) -> list[int]:
         try:
             return begun.reading.finish()
         finally:
-            self._done_reading(begun.sending)
+            self._done_reading(begun.frames)
 
-    def _done_reading(self, sending: _Sending) -> None:
+    def _done_reading(self, frames: list[tuple[_Sending, Header]]) -> None:
         with self._lock:
-            sending.reading -= 1
+            for sending, _ in frames:
+                sending.reading -= 1
             self._idle.notify_all()
 
     def _pick(self) -> Job | None:
@@ -318,12 +328,14 @@ class OutboundLink:
         return (None, self._farewells.popleft()) if self._farewells else None
 
     def _in_turn(self, next_frame: Callable[[Sender], Outgoing | None]) -> Job | None:
-        for transfer, sending in self._sendings.items():
-            outgoing = next_frame(sending.sender)
-            if outgoing is not None:
-                del self._sendings[transfer]
-                self._sendings[transfer] = sending  # to the end of the line
-                return (sending if outgoing.payload is None else None), outgoing
+        """Sendings in turns, those first whose prompt is computed: each frame they still have is waited for."""
+        for drawn in (True, False):
+            for transfer, sending in self._sendings.items():
+                outgoing = next_frame(sending.sender) if sending.sender.drawn is drawn else None
+                if outgoing is not None:
+                    del self._sendings[transfer]
+                    self._sendings[transfer] = sending  # to the end of the line
+                    return (sending if outgoing.payload is None else None), outgoing
         return None
 
     def _read(self, channel: Channel) -> None:

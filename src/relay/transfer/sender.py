@@ -136,6 +136,11 @@ class Sender:
     def all_sent(self) -> bool:
         return self._layers_unsent == 0
 
+    @property
+    def drawn(self) -> bool:
+        """Whether P has the first token, so that all KV is computed."""
+        return self._handoff is not None
+
     def written(self, layer: int, first: int, count: int) -> None:
         """These positions are in the blocks. Known ones are ignored; a hole before ``first`` ends the transfer."""
         end = min(first + count, self.order.num_tokens)

@@ -10,6 +10,8 @@ from relay.transfer.channel import Channel
 from relay.transfer.contract import KvStore, Layout, read_frame_kv, write_frame_kv
 from relay.transfer.frame import FLAG_DIGEST, Checksum, Header
 
+TOGETHER = 16  # frames of one launch
+
 
 class FusedStore(Protocol):
     """A backend whose copies return the CRC32C of the bytes they moved. ``write_kv_crc`` reads each byte of ``data`` once."""
@@ -30,9 +32,9 @@ class Copying(Protocol):
 class StagedStore(Protocol):
     """A backend whose blocks lie on a device: copies are queued on a stream of their own and compute never waits for them.
 
-    ``stage`` gathers one frame into ``out``, host memory (pinned if it was registered) or a span of device memory, after the
-    events of its layers' writes. ``collect`` scatters frames into blocks. Both return at once, and run in the order they were
-    called in; both digest the bytes on the way. The memory must stay as it is until the copy was waited for.
+    ``stage`` gathers frames into host memory (pinned if it was registered) or spans of device memory, after the events of their
+    layers' writes. ``collect`` scatters frames into blocks. Both return at once, and run in the order they were called in; both
+    digest the bytes on the way. The memory must stay as it is until the copy was waited for.
     """
 
     @property
@@ -50,24 +52,32 @@ class StagedStore(Protocol):
         """Pinned memory to copy from and to, as long as it is referenced."""
         ...
 
-    def stage(self, one: KvRange, out: Place) -> Copying: ...
+    def stage(self, frames: Sequence[tuple[KvRange, Place]]) -> Copying: ...
 
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Copying: ...
 
 
 class Reading:
-    """One copy out of the blocks that has been begun."""
+    """Copies of frames out of the blocks that have been begun."""
 
-    __slots__ = ("_copying", "_value", "flags")
+    __slots__ = ("_copying", "_values", "flags")
 
-    def __init__(self, value: int, copying: Copying | None) -> None:
-        self._value = value
+    def __init__(self, values: list[int], copying: Copying | None) -> None:
+        self._values = values
         self._copying = copying
-        self.flags = 0 if copying is None else FLAG_DIGEST  # of the frame: what its checksum is
+        self.flags = 0 if copying is None else FLAG_DIGEST  # of the frames: what their checksums are
 
-    def finish(self) -> int:
-        """Wait for it; the checksum of what was read."""
-        return self._value if self._copying is None else self._copying.wait()[0]
+    def finish(self) -> list[int]:
+        """Wait for it; the checksum of each frame."""
+        return self._values if self._copying is None else self._copying.wait()
+
+
+class Wanted(NamedTuple):
+    """A KV frame to be read: its payload goes to ``out``."""
+
+    header: Header
+    block_table: np.ndarray
+    out: Place
 
 
 class Arrived(NamedTuple):
@@ -98,6 +108,11 @@ class ChecksummedStore:
         """Frames worth having under way at once: one where copying is done by the calling thread itself."""
         return 1 if self._staged is None else max(1, self._staged.stage_depth)
 
+    @property
+    def together(self) -> int:
+        """Frames of one ``read``, at most: where a launch costs more than its bytes, several share one."""
+        return 1 if self._staged is None else TOGETHER
+
     def prepare(self, channel: Channel) -> None:
         """Frames will be copied from or to memory of ``channel``."""
         if self._staged is not None:
@@ -110,18 +125,21 @@ class ChecksummedStore:
         if self._staged is not None and channel.region is not None:
             self._staged.unregister(channel.region)
 
-    def read(self, header: Header, block_table: np.ndarray, out: Place) -> Reading:
-        """Begin to fill ``out`` with the payload that ``header`` names."""
+    def read(self, frames: Sequence[Wanted]) -> Reading:
+        """Begin to fill the places of ``frames``."""
         if self._staged is not None:
-            return Reading(0, self._staged.stage(self._range(header, block_table), out))
+            return Reading(
+                [], self._staged.stage([(self._range(one.header, one.block_table), one.out) for one in frames])
+            )
+        return Reading([self._read(*one) for one in frames], None)
+
+    def _read(self, header: Header, block_table: np.ndarray, out: Place) -> int:
         assert isinstance(out, memoryview), "only a device reads into a device's memory"
         heads = self._layout.heads_of(header)
         if self._fused is not None and header.layers == 1 and heads is None:
-            value = self._fused.read_kv_crc(header.layer, block_table, header.first_token, header.token_count, out)
-        else:
-            read_frame_kv(self._store, header, block_table, out, heads)
-            value = self._checksum(out, 0)
-        return Reading(value, None)
+            return self._fused.read_kv_crc(header.layer, block_table, header.first_token, header.token_count, out)
+        read_frame_kv(self._store, header, block_table, out, heads)
+        return self._checksum(out, 0)
 
     def write(self, frames: Sequence[Arrived]) -> list[str]:
         """Fill the blocks: what is wrong with each frame, or an empty string. The blocks of a damaged one must not be used."""

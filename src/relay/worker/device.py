@@ -59,9 +59,9 @@ def area_bytes(total: int) -> int:
 
 def flow_of(backend: str) -> Flow:
     """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once. A
-    layer of 2,048 tokens (8 MiB in Llama's 8B) is a frame of its own, shorter ranges are joined to as much."""
+    prompt of 256 tokens (32 MiB in Llama's 8B) is one frame, and four layers of 2,048 tokens are; in the ring a layer is."""
     if backend == "cuda":
-        return Flow(64 << 20, TransferLimits(max_frame_bytes=128 << 20, window_bytes=384 << 20, join_bytes=8 << 20))
+        return Flow(64 << 20, TransferLimits(max_frame_bytes=128 << 20, window_bytes=384 << 20, join_bytes=32 << 20))
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 

@@ -345,9 +345,9 @@ class CudaBackend:
         self._transfers.use(pools)
 
     @device_errors()
-    def stage(self, one: KvRange, out: Place) -> Moving:
-        """Begin to copy a frame out of the cache; its bytes are in ``out`` after ``wait``."""
-        return self._transfers.stage(one, out, self._written)
+    def stage(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+        """Begin to copy frames out of the cache; their bytes are in their places after ``wait``."""
+        return self._transfers.stage(frames, self._written)
 
     @device_errors()
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
@@ -357,7 +357,7 @@ class CudaBackend:
     def read_kv(
         self, layer: int, block_table: np.ndarray, first: int, count: int, out: memoryview, heads: Heads | None = None
     ) -> None:
-        self.stage(KvRange(layer, 1, first, count, block_table, heads), out).wait()
+        self.stage([(KvRange(layer, 1, first, count, block_table, heads), out)]).wait()
 
     def write_kv(
         self, layer: int, block_table: np.ndarray, first: int, count: int, data: memoryview, heads: Heads | None = None

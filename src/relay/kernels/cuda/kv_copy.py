@@ -1,9 +1,9 @@
 """Between the paged cache and the canonical layout of transfers: byte copies on streams of their own, no arithmetic.
 
 Copies run on a stream a calling thread, and nobody waits for the device but who needs the bytes: a copy out waits there for the
-events of its layers' writes; a copy in is behind an event that the next step waits for. A frame is gathered by one kernel, which
-also takes its digest, into memory of another device or process, or into a buffer that is copied to the host; any number of
-frames that have come are scattered by one. So a device that two processes share in turns costs one turn for many frames.
+events of its layers' writes; a copy in is behind an event that the next step waits for. Any number of frames are gathered by one
+kernel, which also takes their digests, into memory of another device or process, or into a buffer that is copied to the host, and
+scattered by one: a launch costs half a millisecond of Python, and where two processes share a device in turns, a turn.
 """
 
 import itertools
@@ -82,24 +82,24 @@ class _PlanBuffers:
 
 
 class Moving:
-    """Copies of frames that are under way. ``host`` holds the bytes of one frame whose own memory is not pinned."""
+    """Copies of frames that are under way."""
 
     def __init__(
         self,
         event: torch.cuda.Event,
         sums: list[tuple[list[int], _Sums]],
-        host: torch.Tensor | None = None,
-        out: memoryview | None = None,
+        unpinned: Sequence[tuple[torch.Tensor, memoryview]] = (),
     ) -> None:
-        """``sums``: (numbers of frames, where their sums will be on the host) of each launch; ``event`` is behind the last."""
-        self._event, self._sums, self._host, self._out = event, sums, host, out
+        """``sums``: (numbers of frames, where their sums will be on the host) of each launch; ``event`` is behind the last.
+        ``unpinned``: bytes of frames whose own memory is not pinned, and that memory."""
+        self._event, self._sums, self._unpinned = event, sums, unpinned
 
     @device_errors()
     def wait(self) -> list[int]:
         """Return when the bytes are where they should be: the digest of each frame."""
         self._event.synchronize()
-        if self._host is not None and self._out is not None:
-            np.frombuffer(self._out, np.uint8)[: self._host.numel()] = self._host.numpy()
+        for host, out in self._unpinned:
+            np.frombuffer(out, np.uint8)[: host.numel()] = host.numpy()
         found: dict[int, int] = {}
         for frames, totals in self._sums:  # of a frame with heads in several pools there are several
             for frame, total in zip(frames, totals.read(), strict=True):
@@ -198,21 +198,39 @@ class KvTransfers:
         heads = one.heads[1] if one.heads is not None else self._heads
         return one.layers * 2 * one.count * heads * self._pools[0][1].shape[5] * 2
 
-    def stage(self, one: KvRange, out: Place, events: LayerEvents) -> Moving:
-        """Begin to copy the frame into ``out``, once its layers are written."""
+    def stage(self, frames: Sequence[tuple[KvRange, Place]], events: LayerEvents) -> Moving:
+        """Begin to copy the frames into their places, once their layers are written."""
         lane = self._lane()
-        for written in events.of(one.layer, one.block_table, one.first, one.count, one.layers):
+        ranges = [one for one, _ in frames]
+        waits = [
+            event for one in ranges for event in events.of(one.layer, one.block_table, one.first, one.count, one.layers)
+        ]
+        for written in {id(event): event for event in waits}.values():
             lane.stream.wait_event(written)
         self._follow(lane)
+        launches, hosts = _by_memory(frames)
+        sums: list[tuple[list[int], _Sums]] = []
+        copies: list[tuple[int, torch.Tensor]] = []  # where a frame begins, and where it goes
+        unpinned: list[tuple[torch.Tensor, memoryview]] = []
+        host_side: torch.Tensor | None = None
         with torch.cuda.stream(lane.stream):
-            if isinstance(out, Span):
-                sums, event = self._move(lane, [one], out.region.tensor, [out.offset], store=False)
-                return Moving(event, sums)
-            flat = torch.empty(self.frame_bytes(one), dtype=torch.uint8, device=self._device)
-            host = None if self._is_pinned(out) else pinned(flat.numel())
-            target = torch.frombuffer(out, dtype=torch.uint8)[: flat.numel()] if host is None else host
-            sums, event = self._move(lane, [one], flat, [0], store=False, target=target)
-        return Moving(event, sums, host, out)
+            if hosts:
+                sizes = [self.frame_bytes(ranges[number]) for number, _ in hosts]
+                offsets, total = _side_by_side(sizes)
+                host_side = torch.empty(total, dtype=torch.uint8, device=self._device)
+                for (_, place), size, offset in zip(hosts, sizes, offsets, strict=True):
+                    if self._is_pinned(place):
+                        target = torch.frombuffer(place, dtype=torch.uint8)[:size]
+                    else:
+                        target = pinned(size)
+                        unpinned.append((target, place))
+                    copies.append((offset, target))
+                launches.append((host_side, [number for number, _ in hosts], offsets))
+            for flat, numbers, offsets in launches:
+                out = copies if flat is host_side else []
+                found, event = self._move(lane, [ranges[n] for n in numbers], flat, offsets, store=False, copies=out)
+                sums += [([numbers[one] for one in mine], totals) for mine, totals in found]
+        return Moving(event, sums, unpinned)
 
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
         """The inverse, for any number of frames: what is queued from now on finds them in the cache.
@@ -221,16 +239,7 @@ class KvTransfers:
         """
         lane = self._lane()
         self._follow(lane)  # a copy of an aborted transfer into blocks that are this one's now may still be queued
-        spans: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}  # by region: its memory, frames, offsets
-        hosts: list[tuple[int, memoryview]] = []
-        for number, (_, place) in enumerate(frames):
-            if isinstance(place, Span):
-                group = spans.setdefault(id(place.region), (place.region.tensor, [], []))
-                group[1].append(number)
-                group[2].append(place.offset)
-            else:
-                hosts.append((number, place))
-        launches = list(spans.values())
+        launches, hosts = _by_memory(frames)
         sums: list[tuple[list[int], _Sums]] = []
         with torch.cuda.stream(lane.stream):
             buffers: list[int] = []
@@ -255,10 +264,8 @@ class KvTransfers:
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Frames in host memory, side by side on the device; appends to ``buffers`` what they went through."""
         sizes = [self.frame_bytes(frames[number][0]) for number, _ in hosts]
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 16) * 16)
-        flat = torch.empty(offsets.pop(), dtype=torch.uint8, device=self._device)
+        offsets, total = _side_by_side(sizes)
+        flat = torch.empty(total, dtype=torch.uint8, device=self._device)
         for (_, data), size, at in zip(hosts, sizes, offsets, strict=True):
             if self._is_pinned(data):
                 source = torch.frombuffer(data, dtype=torch.uint8)[:size]
@@ -283,10 +290,10 @@ class KvTransfers:
         offsets: list[int],
         *,
         store: bool,
-        target: torch.Tensor | None = None,
+        copies: Sequence[tuple[int, torch.Tensor]] = (),
     ) -> tuple[list[tuple[list[int], _Sums]], torch.cuda.Event]:
-        """One launch a pool that has heads of a frame, and the copy of ``flat`` to ``target`` behind them: the ranges of each
-        launch and what their sums will be, and the event behind the last."""
+        """One launch a pool that has heads of a frame, and behind them ``copies`` out of ``flat``, from an offset to a tensor: the
+        ranges of each launch and what their sums will be, and the event behind the last."""
         launched: list[tuple[list[int], _PlanBuffer, int]] = []
         for first_head, kv in self._pools:
             heads = kv.shape[3]
@@ -302,8 +309,8 @@ class KvTransfers:
             words.copy_(buffer.host[:size], non_blocking=True)
             move(kv, flat, plan, words, store=store)
             launched.append((mine, buffer, 2 * plan.frames))
-        if target is not None:
-            target.copy_(flat, non_blocking=True)
+        for offset, target in copies:
+            target.copy_(flat[offset : offset + target.numel()], non_blocking=True)
         for _, buffer, words_of_sums in launched:
             buffer.host[:words_of_sums].copy_(buffer.device[:words_of_sums], non_blocking=True)
         event = torch.cuda.Event(blocking=True)
@@ -344,3 +351,30 @@ class KvTransfers:
             self._local.lane = _Lane(self._device, next(self._numbers))
         lane: _Lane = self._local.lane
         return lane
+
+
+_Launch = tuple[torch.Tensor, list[int], list[int]]
+"""Memory on a device, and of the frames in it their numbers and where they begin."""
+
+
+def _by_memory(frames: Sequence[tuple[KvRange, Place]]) -> tuple[list[_Launch], list[tuple[int, memoryview]]]:
+    """The frames that lie on devices, by their memory, and the others with their numbers."""
+    spans: dict[int, _Launch] = {}
+    hosts: list[tuple[int, memoryview]] = []
+    for number, (_, place) in enumerate(frames):
+        if isinstance(place, Span):
+            group = spans.setdefault(id(place.region), (place.region.tensor, [], []))
+            group[1].append(number)
+            group[2].append(place.offset)
+        else:
+            hosts.append((number, place))
+    return list(spans.values()), hosts
+
+
+def _side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where frames of these sizes begin, and all they take."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // 16) * 16)
+    total = offsets.pop()
+    return offsets, total

@@ -8,7 +8,7 @@ number of rows changes a bit. With float16 every bf16 here is that.
 
 Epochs count meetings; they lie in device memory and advance in the kernel, so a captured graph may be replayed. Areas alternate
 by meeting: whoever writes an area again has been told that every peer came to the meeting in between, and so left the one that
-read it. Not run on two GPUs yet: compiled for Hopper, and run by the interpreter in processes over shared host memory.
+read it.
 """
 
 from dataclasses import dataclass

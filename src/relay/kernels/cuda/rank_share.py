@@ -1,6 +1,6 @@
 """One rank's share of a worker on several GPUs: a ``CudaBackend`` over its part of the model, with meetings between its launches.
 
-Not run on two GPUs yet: see docs/decisions/0014-several-gpus.md.
+What two GPUs have run of it: docs/decisions/0014-several-gpus.md, State.
 """
 
 import msgspec

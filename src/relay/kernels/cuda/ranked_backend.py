@@ -60,8 +60,8 @@ class RankedCudaBackend(RankedBackend):
     def allocate(self, size: int) -> memoryview:
         return self._device.allocate(size)
 
-    def stage(self, one: KvRange, out: Place) -> Moving:
-        return self._device.stage(one, out)
+    def stage(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
+        return self._device.stage(frames)
 
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
         return self._device.collect(frames)
