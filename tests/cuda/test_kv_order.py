@@ -76,7 +76,7 @@ def lane_of(transfers: kv_copy.KvTransfers, number: int) -> kv_copy._Lane:
 def test_a_copy_out_waits_for_the_write_of_its_layers(transfers) -> None:
     lane, written = lane_of(transfers, 0), Event()
     one, out = frame(transfers)
-    transfers.stage(one, out, Written(written))
+    transfers.stage([(one, out)], Written(written))
     assert lane.stream.waited == [written]
 
 
@@ -87,11 +87,11 @@ def test_copies_wait_for_copies_into_the_cache_by_other_threads_until_these_have
     second = transfers.collect([frame(transfers)])
     assert other.stream.waited == [first._event]  # the blocks may have changed hands in between
     out = lane_of(transfers, 2)
-    transfers.stage(*frame(transfers), Written())
+    transfers.stage([frame(transfers)], Written())
     assert out.stream.waited == [first._event, second._event]
     first._event.ended = True
     late = lane_of(transfers, 3)
-    transfers.stage(*frame(transfers), Written())
+    transfers.stage([frame(transfers)], Written())
     assert late.stream.waited == [second._event]
 
 
@@ -125,12 +125,12 @@ def test_more_frames_at_once_than_there_are_buffers(transfers) -> None:
 def test_sums_are_read_before_their_memory_serves_another_launch(transfers) -> None:
     lane_of(transfers, 0)
     one, out = frame(transfers)
-    early = transfers.stage(one, out, Written())
+    early = transfers.stage([(one, out)], Written())
     sums = early._sums[0][1]
     sums._where[0] = 41  # as the device left it
     for _ in range(kv_copy.PLANS - 1):
-        transfers.stage(one, out, Written())
+        transfers.stage([(one, out)], Written())
     assert early._event.waits == 0
-    transfers.stage(one, out, Written())
+    transfers.stage([(one, out)], Written())
     assert early._event.waits == 1
     assert sums.read() == [41]
