@@ -40,6 +40,7 @@ from relay.kernels.kv_frames import KvRange, Span, payload_digest, payload_sum
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.reference import quantized
+from relay.kernels.reference.backend import ReferenceBackend
 from relay.kernels.sampler import SlotState, draw
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
@@ -617,6 +618,73 @@ def check_threads() -> None:
             assert threading.get_ident() not in dict(log)
 
 
+def check_definition() -> None:
+    """The model that kernels compute is numpy's, as near as 16 bits come: a prompt, then tokens that only the device knows."""
+    kinds = [SamplingParams(max_tokens=9, temperature=0.9, seed=seed) for seed in range(2)]
+    prompts = [[(5 * i + 3 * slot) % GEOMETRY.vocab for i in range(20)] for slot in range(2)]
+    ops = len(probe_program().ops)
+    with without_a_device():
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=64, graphs=False)
+        definition = ReferenceBackend()
+        for one, dtype in ((backend, "bfloat16"), (definition, "float32")):
+            one.load(probe_program(), ProbeWeights())
+            one.allocate_kv(32, BLOCK, dtype)
+            for slot, kind in enumerate(kinds):
+                one.bind_slot(slot, kind, 0, prompts[slot], [])
+        tables = [[7, 2], [11, 9]]
+        batch = batch_of([(prompts[slot], 0, tables[slot], slot) for slot in range(2)])
+        drawn: list[list[int]] = [[], []]
+        for step in range(4):
+            batch.capture_logits = True
+            backend.run(0, ops, batch)
+            for slot, token in enumerate(backend.sample(batch)):
+                drawn[slot].append(token.token_id)
+            known = batch
+            if step:
+                known = batch_of([([drawn[slot][-2]], 19 + step, tables[slot], slot) for slot in range(2)])
+                known.capture_logits = True
+            definition.run(0, ops, known)
+            definition.sample(known)
+            error = np.square(backend.logits() - definition.logits()).mean() ** 0.5 / definition.logits().std()
+            assert error < 0.05, f"step {step}: off by {error:.4f} of a logit"
+            batch = batch_of([([-1], 20 + step, tables[slot], slot) for slot in range(2)])
+
+
+def check_warm() -> None:
+    """What a request may ask of the sampler is launched by ``warm_up`` already, so nothing is compiled while it waits."""
+    launched: set[tuple[object, ...]] = set()
+    original = GridExecutor.__call__
+
+    def noting(self: GridExecutor, *values: object, **named: object) -> None:
+        """As Triton tells compiled kernels apart: by constants, and by integers that are 1 or multiples of 16."""
+        if "sampler" in self.fn.__module__ or "logprobs" in self.fn.__module__:
+            numbers = [(v == 1, v % 16 == 0) for v, name in zip(values, self.arg_names, strict=False)
+                       if isinstance(v, int) and name not in ("width", "most")]  # fmt: skip
+            launched.add((self.fn.__name__, *map(str, numbers), str(sorted(named.items()))))
+        original(self, *values, **named)
+
+    kinds = [
+        SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, seed=4),
+        SamplingParams(max_tokens=9, temperature=0.9, min_tokens=2, eos_token_ids=(3,), seed=6),
+        SamplingParams(max_tokens=9, temperature=0.9, logit_bias=dict.fromkeys(range(20), 1.0), logprobs=1),
+        SamplingParams(max_tokens=9, temperature=0.9, repetition_penalty=1.4, top_k=5, logprobs=16),
+    ]
+    with without_a_device(), mock.patch.object(GridExecutor, "__call__", noting):
+        backend = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+        backend.load(probe_program(), ProbeWeights())
+        backend.allocate_kv(32, BLOCK, "bfloat16")
+        with mock.patch("relay.kernels.cuda.backend.check_draws", check_draws):
+            backend.warm_up(64)
+        warm = set(launched)
+        assert warm
+        for kind in kinds:
+            backend.bind_slot(0, kind, 0, [1, 2, 3], [])
+            batch = batch_of([([1, 2, 3], 0, [1], 0)])
+            backend.run(0, len(probe_program().ops), batch)
+            backend.sample(batch)
+            assert launched <= warm, f"compiled for {kind}: {launched - warm}"
+
+
 def check_limits() -> None:
     """top-k, top-p and min-p together, with ties at every limit: the start-up test itself, and its power to fail."""
     check_draws("cpu", rounds=1)
@@ -656,6 +724,8 @@ def check_baseline() -> None:
 CHECKS = {
     "baseline": check_baseline,
     "limits": check_limits,
+    "warm": check_warm,
+    "definition": check_definition,
     "backend": check_backend,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,

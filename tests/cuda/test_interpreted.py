@@ -26,6 +26,8 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "overflow",
         "sampler",
         "limits",
+        "warm",
+        "definition",
         "kv_copy",
         "program",
         "backend",

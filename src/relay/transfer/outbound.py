@@ -5,6 +5,7 @@ abort, and the others KV. The compute thread only marks ranges (``layer_written`
 ``reading``; whoever takes blocks away (abort, preemption) waits for those copies. The end of one connection is the end of all.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -245,10 +246,13 @@ class OutboundLink:
                 if job is not None:
                     send_frame(channel, job[1].header, job[1].payload or b"", self._checksum)
         finally:
-            for left in begun:  # a copy that still runs writes to memory that is about to go
-                self._end_copy(left)
-            self._store.forget(channel)
-            channel.release()
+            with (
+                contextlib.ExitStack() as ending
+            ):  # all of it, from the last line up, though a lost device makes every copy raise
+                ending.callback(channel.release)
+                ending.callback(self._store.forget, channel)
+                for left in reversed(begun):  # a copy that still runs writes to memory that is about to go
+                    ending.callback(self._end_copy, left)
 
     def _wake_bulk(self, count: int) -> None:
         """There may be KV to send for ``count`` writers. Under the lock."""

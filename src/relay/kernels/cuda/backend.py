@@ -25,7 +25,7 @@ from relay.kernels.cuda.graphs import DecodeGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import OwnDevice, device_errors
 from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
-from relay.kernels.cuda.memory import Allocate, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
+from relay.kernels.cuda.memory import Allocate, Fitting, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
 from relay.kernels.cuda.ops import Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
@@ -72,6 +72,7 @@ class CudaBackend:
         self._own.enter()
         self._device = Device(device, max_decodes=max_rows)
         self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._fitting = Fitting(device, f"buffers and graphs for steps of {max_tokens} tokens in {max_rows} rows")
         self._progress = progress
         self._shared, self._sharers = shared, sharers
         self.dtype = dtype
@@ -165,9 +166,10 @@ class CudaBackend:
         self._group = g.num_heads // g.num_kv_heads
         self._tile_rows = tile_rows_for(block_size, g.head_dim)
 
+    @device_errors()
     def kv_blocks_that_fit(self, block_size: int, fraction: float = 0.9) -> int:
-        """Blocks for which ``fraction`` of the device has room beside this process's weights and buffers."""
-        with torch.cuda.stream(self._stream):
+        """Blocks for which ``fraction`` of the device has room beside its weights and buffers. Raises DoesNotFitError."""
+        with self._fitting, torch.cuda.stream(self._stream):
             self.reserve(self._max_tokens, self._max_rows)
         self._stream.synchronize()
         torch.cuda.empty_cache()
@@ -176,29 +178,30 @@ class CudaBackend:
 
     @device_errors()
     def warm_up(self, longest: int) -> None:
-        """Compile and capture what sequences of at most ``longest`` tokens need. Before any sequence: overwrites block 0."""
-        with torch.cuda.stream(self._stream):
+        """Compile and capture what sequences of up to ``longest`` tokens need; overwrites block 0. Raises DoesNotFitError."""
+        with self._fitting, torch.cuda.stream(self._stream):
             self.reserve(self._max_tokens, self._max_rows)
             if self._graphs is not None:
                 self._graphs.warm_up(longest)
-        for count in sorted(
-            {min(count, longest, self._max_tokens) for count in (2, 17, 48, 130, 700, self._max_tokens)}
-        ):
+            check_draws(self._device.name, 1, self._type, self._program.geometry.vocab)
+        for count in sorted({min(count, longest, self._max_tokens) for count in (2, 12, 17, 48, 130, 700, 1 << 30)}):
             self.run(0, len(self._launches), self._prompt(count))
+        # Keys beyond L2 have a kernel of their own on Hopper.
+        self.run(0, len(self._launches), self._prompt(2, longest - 2))
         self._stream.synchronize()
         raw = memoryview(bytearray(self._transfers.frame_bytes(KvRange(0, 1, 0, 1, np.zeros(1, np.int32)))))
         self.read_kv(0, np.zeros(1, np.int32), 0, 1, raw)
         self.write_kv(0, np.zeros(1, np.int32), 0, 1, raw)
         self._draws.forget()
 
-    def _prompt(self, count: int) -> Batch:
-        """A step of one prompt of ``count`` tokens that all lie in block 0; it draws nothing."""
+    def _prompt(self, count: int, first: int = 0) -> Batch:
+        """A step of ``count`` tokens of a prompt that lies in block 0 whole; it draws nothing."""
         return Batch(
             token_ids=np.zeros(count, np.int32),
-            positions=np.arange(count, dtype=np.int32),
+            positions=np.arange(first, first + count, dtype=np.int32),
             row_starts=np.array([0, count], np.int32),
             slots=np.zeros(1, np.int32),
-            block_tables=np.zeros((1, -(-count // self._block_size)), np.int32),
+            block_tables=np.zeros((1, -(-(first + count) // self._block_size)), np.int32),
             sampled_rows=np.zeros(0, np.int32),
         )
 
@@ -283,16 +286,16 @@ class CudaBackend:
 
     def _queue_draw(self, batch: Batch, step: Step) -> None:
         """Draw on the device and queue the copy of what was drawn (and of logits that the caller wants) to the host."""
-        rows = len(batch.sampled_rows)
-        details = None
+        rows, details = len(batch.sampled_rows), None
         if rows and not (self._replayed and self._mode == PLAIN):
             details = self._sampler.draw(self._logits(step.sampled), step, self._mode)
         kept = self._logits(rows).clone() if batch.capture_logits else None
         logprobs = self._sampler.logprobs_of(batch.slots[batch.sampled_rows].tolist())
         self._draws.queue(batch, logprobs, self._sampler.drawn, details[:rows] if details is not None else None, kept)
 
+    @device_errors()
     def ended(self, batch: Batch) -> bool:
-        """Whether everything queued for ``batch`` is done. The draw of a batch without sampled rows ends with this."""
+        """Whether all that is queued for ``batch`` is done. The draw of a batch without sampled rows ends with this."""
         return self._draws.ended(batch)
 
     @device_errors()
@@ -319,8 +322,8 @@ class CudaBackend:
 
     stage_depth = 12  # frames of a connection that are copied at once
 
+    @device_errors()
     def register(self, region: memoryview) -> None:
-        """Pin memory that both engines of a transfer map."""
         self._transfers.register(region)
 
     def unregister(self, region: memoryview) -> None:
@@ -390,10 +393,8 @@ class CudaBackend:
         self._stream.synchronize()
         if self._graphs is not None:
             self._graphs.forget()
-        self._device.buffers.clear()
-        self._device.scratch.clear()
-        self._device.matrices.clear()
-        self._device.scales.clear()
-        self._device.vectors.clear()
-        self._device.kv = self._device.product = None
+        device = self._device
+        for held in (device.buffers, device.scratch, device.matrices, device.scales, device.vectors):
+            held.clear()  # type: ignore[attr-defined]
+        device.kv = device.product = None
         self._transfers.use([])

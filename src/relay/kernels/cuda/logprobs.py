@@ -38,7 +38,7 @@ def mass_kernel(
         tl.store(masses + row * CHUNKS + chunk, tl.sum(weight, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "width"])
 def best_kernel(
     logits, tops, ids, masses, drawn, slots, num_logprobs, details, vocab, CHUNKS, most, width,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, HEAD: tl.constexpr, PDL: tl.constexpr,

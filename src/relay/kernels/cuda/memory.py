@@ -63,6 +63,23 @@ def kv_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str, allocate: A
         raise does_not_fit(device, f"{shape[2]} KV blocks", size) from error
 
 
+class Fitting:
+    """Within it a lack of memory for ``what``, whose bytes nobody has counted, is a DoesNotFitError."""
+
+    def __init__(self, device: str, what: str) -> None:
+        self._device, self._what = device, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info(self._device)
+            raise DoesNotFitError(
+                f"{self._what} do not fit on {self._device}, where {free // MIB} of {total // MIB} MiB are free; use a larger GPU, "
+                "or lower --max-num-batched-tokens, --max-num-seqs or the KV cache (--gpu-memory-utilization, --kv-cache-memory)"
+            ) from error
+
+
 def does_not_fit(device: str, what: str, needed: int) -> DoesNotFitError:
     free, total = torch.cuda.mem_get_info(device)
     return DoesNotFitError(

@@ -63,17 +63,19 @@ def wide_kinds() -> list[SamplingParams]:
     ]
 
 
-def check_draws(device: str, rounds: int = 4, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Raises StartupError where a draw on the device is not the definition's."""
+def check_draws(device: str, rounds: int = 4, dtype: torch.dtype = torch.bfloat16, vocab: int = _VOCAB) -> None:
+    """Raises StartupError where a draw on the device is not the definition's. Compiles all that draws of ``vocab`` need."""
     generator = torch.Generator().manual_seed(1)
     plain = kinds()
     every = plain[4:6] + wide_kinds()
+    unpenalised = [params for params in every if not params.has_penalties]  # before the first, no counts are kept
+    wide = Mode(limits=True, wide=True, logprobs=20)
     for turn in range(rounds):
-        logits = (torch.randn(len(plain), _VOCAB, generator=generator) * (1.5 + turn)).to(dtype)
+        logits = (torch.randn(len(plain), vocab, generator=generator) * (1.5 + turn)).to(dtype)
         if turn % 2:
             logits = (logits * 2).round() / 2  # few values: many ties at every limit
         logits[:, 17:40] = float("-inf")
-        for params, mode in ((plain, Mode(limits=True)), (every, Mode(limits=True, wide=True, logprobs=20))):
+        for params, mode in ((plain, Mode(limits=True)), (every, wide), (unpenalised, wide)):
             rows = len(params)
             states = [SlotState(kind, row, [1, 5] * (turn + 1), [5, 45, 46, 5]) for row, kind in enumerate(params)]
             got = _drawn(logits[:rows].to(device), states, mode)
@@ -89,7 +91,7 @@ def _drawn(logits: torch.Tensor, states: list[SlotState], mode: Mode) -> list[Sa
     """One token for each row of ``logits``, drawn by the device for fresh slots that are as ``states``."""
     device, rows = str(logits.device), len(states)
     tables = SamplerTables(rows, device)
-    sampler = Sampler(rows, _VOCAB, device, tables)
+    sampler = Sampler(rows, logits.shape[1], device, tables)
     for row, state in enumerate(states):
         sampler.bind_state(row, state)
     tables.flush()

@@ -51,7 +51,7 @@ def adjust_kernel(
     tl.store(wide + row * vocab + v, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def list_kernel(
     wide, slots, positions, tokens, num_biases, num_masked, masked_before, list_ids, list_values, width, vocab,
     MASK: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,

@@ -1,0 +1,76 @@
+"""No GPU, too old a GPU, too little memory, a CUDA error: one line each, with torch.cuda as such a machine would have it."""
+
+import importlib.util
+from unittest import mock
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
+    pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
+
+import torch
+
+from relay.errors import DeviceLostError, DoesNotFitError, UsageError
+from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.draws import Draw, Draws
+from relay.kernels.cuda.memory import check_device
+from relay.kernels.probe import probe_program
+from tests.cuda.interpreted import batch_of, without_a_device
+
+
+def test_a_machine_without_a_gpu() -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(UsageError, match="--backend cpu"),
+    ):
+        check_device("cuda:0")
+
+
+def test_a_device_that_is_not_there() -> None:
+    with (
+        without_a_device(),
+        pytest.raises(UsageError, match="--device cuda:7: torch sees 1 CUDA device, numbered from 0"),
+    ):
+        check_device("cuda:7")
+
+
+def test_a_gpu_that_is_too_old() -> None:
+    old = {"get_device_capability": lambda *_: (7, 5), "get_device_name": lambda *_: "Tesla T4"}
+    expected = pytest.raises(UsageError, match=r"Tesla T4 has compute capability 7\.5; .* needs 8\.0")
+    with without_a_device(), mock.patch.multiple(torch.cuda, **old), expected:
+        check_device("cuda:0")
+
+
+def backend() -> CudaBackend:
+    made = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=False)
+    made._program = probe_program()
+    return made
+
+
+@pytest.mark.parametrize("what", ["sizing", "warm-up"])
+def test_memory_that_runs_out_beside_the_weights(what: str) -> None:
+    with without_a_device():
+        made = backend()
+        full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        start = (lambda: made.kv_blocks_that_fit(16)) if what == "sizing" else (lambda: made.warm_up(64))
+        with mock.patch.object(torch, "zeros", side_effect=full), pytest.raises(DoesNotFitError) as caught:
+            start()
+    line = str(caught.value)
+    assert "32 tokens in 4 rows" in line
+    assert "8192 of 16384 MiB are free" in line
+    assert "--gpu-memory-utilization" in line
+    assert "\n" not in line
+
+
+def test_a_cuda_error_that_is_seen_while_a_step_is_watched() -> None:
+    """The device is asked for the end of a step far more often than for anything else."""
+    with without_a_device():
+        made = backend()
+        batch = batch_of([([1], 0, [0], 0)])
+        event = mock.Mock()
+        event.query.side_effect = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+        host = torch.zeros(1, 2, dtype=torch.int32)
+        made._draws = Draws(4)
+        made._draws._waiting.append(Draw(batch, [-1], host, None, event, None))
+        with pytest.raises(DeviceLostError, match=r"illegal memory access was encountered; this worker ends$"):
+            made.ended(batch)
