@@ -15,11 +15,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from triton.runtime.interpreter import GridExecutor
 
 from relay.errors import StartupError
 from relay.kernels import packing
 from relay.kernels.backend import Batch, SampledToken
+from relay.kernels.cuda import softmax
 from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch, split_count
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
@@ -219,6 +222,27 @@ def check_attention() -> None:
         q = qkv[position, : group * dim].float().view(group, dim)
         weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
         assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+@triton.jit
+def _lanes_kernel(p, sums, totals, ROWS: tl.constexpr):
+    r = tl.arange(0, ROWS)
+    lanes = softmax.lane_sums(tl.load(p + r[:, None] * 64 + tl.arange(0, 64)[None, :]), ROWS)
+    tl.store(sums + r[:, None] * 4 + tl.arange(0, 4)[None, :], lanes)
+    tl.store(totals + r, softmax.lane_total(lanes, ROWS))
+
+
+def check_softmax() -> None:
+    """The canon's order of a row's sum, written out in numpy: other checks compare kernels that share it. (Of the fold nothing is
+    seen here: the interpreter rounds both products of a fused multiply-add.)"""
+    p = torch.rand(16, 64, generator=torch.Generator().manual_seed(8))
+    sums, totals = torch.zeros(16, 4), torch.zeros(16)
+    _lanes_kernel[(1,)](p, sums, totals, ROWS=16)
+    pairs = p.numpy().reshape(16, 8, 4, 2)
+    g = [pairs[:, group, :, 0] + pairs[:, group, :, 1] for group in range(8)]
+    lanes = ((g[0] + g[4]) + (g[1] + g[5])) + ((g[2] + g[6]) + (g[3] + g[7]))
+    assert np.array_equal(sums.numpy(), lanes)
+    assert np.array_equal(totals.numpy(), (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3]))
 
 
 def check_overflow() -> None:
@@ -735,6 +759,7 @@ CHECKS = {
     "int8": check_int8,
     "attention": check_attention,
     "overflow": check_overflow,
+    "softmax": check_softmax,
     "sampler": check_sampler,
     "kv_copy": check_kv_copy,
     "program": check_program,

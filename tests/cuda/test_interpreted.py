@@ -24,6 +24,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "int8",
         "attention",
         "overflow",
+        "softmax",
         "sampler",
         "limits",
         "warm",
