@@ -7,8 +7,9 @@ import torch
 
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.launch import shared_limit
 from relay.kernels.cuda.linear import linear
-from relay.kernels.cuda.linear_choice import TALL
+from relay.kernels.cuda.linear_choice import tall_tile
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 
 BLOCK = 16
@@ -18,7 +19,7 @@ ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257)
 def accumulators(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The canon's fp32 accumulators of every row."""
     y = torch.empty(x.shape[0], w.shape[0], device=x.device)
-    linear(x, w, y, TALL)
+    linear(x, w, y, tall_tile(shared_limit()))
     return y
 
 

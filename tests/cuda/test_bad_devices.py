@@ -9,6 +9,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
     pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.cuda.backend import CudaBackend
@@ -59,6 +60,28 @@ def test_memory_that_runs_out_beside_the_weights(what: str) -> None:
     assert "32 tokens in 4 rows" in line
     assert "8192 of 16384 MiB are free" in line
     assert "--gpu-memory-utilization" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_kernel_that_the_gpu_has_too_little_shared_memory_for(graphs: bool) -> None:
+    """In the capture of a graph's step as in a prompt's: what Triton raises before it launches anything."""
+    with without_a_device():
+        made = CudaBackend("cpu", max_rows=4, max_tokens=32, graphs=graphs)
+        made._program, made._block_size = probe_program(), 16
+        made._launches = []
+        refused = OutOfResources(147480, 101376, "shared memory")
+        step = "launch_all" if graphs else "run"
+        with (
+            mock.patch.object(made, "reserve"),
+            mock.patch("relay.kernels.cuda.graphs.Layout"),
+            mock.patch.object(made, step, side_effect=refused),
+            pytest.raises(DoesNotFitError) as caught,
+        ):
+            made.warm_up(64)
+    line = str(caught.value)
+    assert "more shared memory than this GPU has: 147480, the limit is 101376" in line
+    assert "--backend cpu" in line
     assert "\n" not in line
 
 

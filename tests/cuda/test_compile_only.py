@@ -9,10 +9,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
     pytest.skip("triton is not installed (extra gpu)", allow_module_level=True)
 
 from relay.kernels.cuda import (
-    attention_decode,
     attention_hopper,
-    attention_prefill,
-    int8_product,
     linear_choice,
     linear_int8,
     logprobs,
@@ -21,52 +18,24 @@ from relay.kernels.cuda import (
     sampler_wide,
 )
 from relay.kernels.cuda.int8_product import Int8Tile
-from relay.kernels.cuda.linear import LinearTile, linear_kernel
+from relay.kernels.cuda.launch import HOPPER_SHARED
+from relay.kernels.cuda.linear import LinearTile
+from tests.cuda.compile_kernels import ATTENTION, compile_int8, compile_linear
 from tests.cuda.compile_only import SHARED_LIMIT, Compiled, compile_for
 
-LINEAR = {"x": "*bf16", "w": "*bf16", "w_pointer": "*bf16", "y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
-LINEAR |= {"x_stride": "i32", "y_stride": "i32"}
-ATTENTION = {
-    "qkv": "*bf16",
-    "k_cache": "*bf16",
-    "v_cache": "*bf16",
-    "block_tables": "*i32",
-    "work": "*i32",
-    "out": "*bf16",
-}
-ATTENTION |= {"positions": "*i32", "tokens": "*i32", "rows": "*i32", "partial": "*fp32", "stats": "*fp32"}
-ATTENTION |= {"table_stride": "i32", "qkv_stride": "i32", "c": "fp32"}
 TILES = sorted(
     {
         tile
         for shape in ((6144, 4096), (4096, 4096), (4096, 14336), (960, 576))
-        for tile in linear_choice.tiles_for(*shape).values()
+        for tile in linear_choice.tiles_for(*shape, HOPPER_SHARED).values()
     },
     key=str,
 )
 
 
-def compile_linear(tile: LinearTile, capability: int) -> Compiled:
-    types = dict(LINEAR)
-    if tile.tma:
-        types["x"] = f"tensordesc<bf16[{tile.tokens}, {tile.depth}]>"
-        types["w"] = f"tensordesc<bf16[{tile.outputs}, {tile.depth}]>"
-    constants = {
-        "TOKENS": tile.tokens,
-        "OUTPUTS": tile.outputs,
-        "DEPTH": tile.depth,
-        "GROUP": tile.group,
-        "SWAP": tile.swap,
-        "TMA": tile.tma,
-        "EVEN": True,
-        "STAGES": tile.stages,
-        "PREFETCH": 0,
-        "PDL": capability >= 90,
-    }
-    return compile_for(linear_kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
-
-
-@pytest.mark.parametrize("tile", [*TILES, linear_choice.TALL], ids=lambda tile: str(tile)[10:].replace(" ", ""))
+@pytest.mark.parametrize(
+    "tile", [*TILES, linear_choice.tall_tile(HOPPER_SHARED)], ids=lambda tile: str(tile)[10:].replace(" ", "")
+)
 def test_linear_on_hopper(tile: LinearTile) -> None:
     made = compile_linear(tile, 90)
     assert made.spills == 0
@@ -76,21 +45,6 @@ def test_linear_on_hopper(tile: LinearTile) -> None:
     assert (made.counts.get("UTMALDG", 0) > 0) == tile.tma
     assert made.operand_widths <= {2}
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
-
-
-def compile_int8(tile: Int8Tile, capability: int, dtype: str, even: bool = True) -> Compiled:
-    types = {**LINEAR, "x": f"*{dtype}", "y": f"*{dtype}", "w": "*i32", "scales": "*fp32"}
-    constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.stages}
-    constants["PDL"] = capability >= 90
-    kernel = int8_product.int8_kernel
-    if tile.hopper:
-        kernel = int8_product.int8_hopper_kernel
-        x_layout, w_layout = int8_product.layouts()
-        types["x"] = f"tensordesc<{dtype}[{tile.tokens}, {tile.depth}],{x_layout!r}>"
-        types["w"] = f"tensordesc<i32[{tile.outputs // 16}, {tile.depth // 32}, 128],{w_layout!r}>"
-    else:
-        constants["EVEN"] = even
-    return compile_for(kernel, types, constants, capability, num_warps=tile.warps, enable_fp_fusion=False)
 
 
 INT8 = sorted(
@@ -112,9 +66,11 @@ def test_int8_linear_on_hopper(tile: Int8Tile, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 89, 120])
-@pytest.mark.parametrize(("rows", "even"), [(1, True), (16, False), (64, True)])
-def test_int8_linear_elsewhere(rows: int, even: bool, capability: int) -> None:
-    made = compile_int8(linear_int8.tile_elsewhere(rows), capability, "bf16", even)
+@pytest.mark.parametrize(
+    ("rows", "even", "dtype"), [(1, True, "bf16"), (16, False, "bf16"), (32, True, "fp16"), (64, True, "bf16")]
+)
+def test_int8_linear_elsewhere(rows: int, even: bool, dtype: str, capability: int) -> None:
+    made = compile_int8(linear_int8.tile_elsewhere(rows), capability, dtype, even)
     check_int8(made, capability)
     assert "st.shared" not in made.ptx
 
@@ -126,39 +82,6 @@ def check_int8(made: Compiled, capability: int) -> None:
     assert made.operand_widths <= {2}
     assert made.counts.get("I2F", 0) == 0
     assert made.counts.get("FFMA", 0) == made.counts.get("FADD", 0) == 0, "a sum outside the tensor cores"
-
-
-@pytest.mark.parametrize("capability", [80, 89, 120])
-def test_linear_elsewhere(capability: int) -> None:
-    made = compile_linear(LinearTile(16, 32, 128, 4, 4), capability)
-    assert made.spills == 0
-    assert made.shared <= SHARED_LIMIT[capability]
-    assert made.counts.get("HMMA", 0) > 0
-
-
-def attention_constants(**more: int) -> dict[str, int]:
-    return {"GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK": 64, "TILE": 64, "SPLIT": 512, **more}
-
-
-@pytest.mark.parametrize(("capability", "stages"), [(80, 3), (89, 2), (90, 3), (90, 7), (120, 2)])
-def test_decode_attention(capability: int, stages: int) -> None:
-    constants = attention_constants(ROWS=16, SPLITS=8, PDL=capability >= 90)
-    kernel = attention_decode.split_kernel
-    made = compile_for(kernel, ATTENTION, constants, capability, num_warps=4, num_stages=stages, enable_fp_fusion=False)
-    assert made.spills == 0
-    assert made.shared <= SHARED_LIMIT[capability]
-    assert (
-        made.counts.get("HMMA", 0) == 32
-    )  # 16 for the scores and 16 for the values of a tile: nothing is computed twice
-
-
-def test_prefill_attention_without_hopper_features() -> None:
-    constants = attention_constants(ROWS=64, PDL=True)
-    kernel = attention_prefill.prefill_kernel
-    made = compile_for(kernel, ATTENTION, constants, 90, num_warps=4, num_stages=2, enable_fp_fusion=False)
-    assert made.spills == 0
-    assert made.counts.get("HGMMA", 0) > 0
-    assert made.shared <= SHARED_LIMIT[90] // 2  # two programs a multiprocessor
 
 
 @pytest.mark.parametrize(
@@ -181,7 +104,8 @@ def test_hopper_prefill_overlaps_softmax_with_products(dtype: str, dim: int, sha
     assert max(made.exponentials_before_waits) >= 30
 
 
-def test_sampler_divides_and_never_contracts() -> None:
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_sampler_divides_and_never_contracts(capability: int) -> None:
     types = {
         "logits": "*bf16",
         "tops": "*fp32",
@@ -192,14 +116,16 @@ def test_sampler_divides_and_never_contracts() -> None:
     }
     types |= {"slots": "*i32", "temperatures": "*fp64", "log_min_ps": "*fp64", "seeds": "*i32", "choices": "*i32"}
     types |= {"vocab": "i32", "CHUNKS": "i32", "limits": "*i32", "counts": "*i32", "top_ks": "*i32", "top_ps": "*fp64"}
-    constants: dict[str, int] = {"CHUNK": sampler.CHUNK, "COUNT": 64, "LIMITS": True, "PDL": True}
-    made = compile_for(sampler.noise_kernel, types, constants, 90, num_warps=4, enable_fp_fusion=False)
+    constants: dict[str, int] = {"CHUNK": sampler.CHUNK, "COUNT": 64, "LIMITS": True, "PDL": capability >= 90}
+    made = compile_for(sampler.noise_kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
     assert "fma.rn.f64" not in made.ptx
     assert "div.rn.f64" in made.ptx
-    constants = {"STRIDE": sampler_limits._STRIDE, "COUNT": 64, "PDL": True}
-    made = compile_for(sampler_limits.limit_kernel, types, constants, 90, num_warps=16, enable_fp_fusion=False)
+    assert made.shared <= SHARED_LIMIT[capability]
+    constants = {"STRIDE": sampler_limits._STRIDE, "COUNT": 64, "PDL": capability >= 90}
+    made = compile_for(sampler_limits.limit_kernel, types, constants, capability, num_warps=16, enable_fp_fusion=False)
     assert "fma.rn.f64" not in made.ptx
     assert made.spills == 0
+    assert made.shared <= SHARED_LIMIT[capability]
 
 
 WIDE = {
@@ -211,7 +137,7 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_adjusted_draws_never_contract(capability: int) -> None:
     pdl = capability >= 90
     options = {"enable_fp_fusion": False}
@@ -228,3 +154,4 @@ def test_adjusted_draws_never_contract(capability: int) -> None:
         made = compile_for(kernel, types, constants, capability, num_warps=warps, **options)
         assert "fma.rn.f64" not in made.ptx, kernel
         assert made.spills == 0, kernel
+        assert made.shared <= SHARED_LIMIT[capability], kernel

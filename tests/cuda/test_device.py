@@ -13,8 +13,9 @@ import torch
 from relay.errors import UsageError
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
+from relay.kernels.cuda.launch import shared_limit
 from relay.kernels.cuda.linear import LinearTile, linear
-from relay.kernels.cuda.linear_choice import TALL, probing_rows, tiles_for
+from relay.kernels.cuda.linear_choice import probing_rows, tall_tile, tiles_for
 from relay.kernels.probe import GEOMETRY, probe_digest, probe_program
 from relay.kernels.sampler import SlotState, draw
 from relay.protocol.sampling import SamplingParams
@@ -41,8 +42,9 @@ def test_linear_tiles_and_rows(outputs: int, depth: int) -> None:
     device = torch.device("cuda")
     x, w = probing_rows(257, depth, device), probing_rows(outputs, depth, device)
     reference = torch.empty(257, outputs, device=device)
-    linear(x, w, reference, TALL)
-    for tile in [*tiles_for(outputs, depth).values(), LinearTile(64, 64, 64, 4, 3)]:
+    linear(x, w, reference, tall_tile(shared_limit()))
+    tiles = [tile for shared in (shared_limit(), 99 << 10) for tile in tiles_for(outputs, depth, shared).values()]
+    for tile in [*tiles, LinearTile(64, 64, 64, 4, 3)]:
         for rows in (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257):
             y = torch.full((rows, outputs), float("nan"), device=device)
             linear(x[257 - rows :].contiguous(), w, y, tile)

@@ -15,6 +15,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 
 import torch
 
+from relay.kernels.cuda.launch import shared_limit
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer, probing_rows, tiles_for, use_exact_library
 from relay.kernels.kv_frames import KvRange, Span, payload_digest
@@ -35,7 +36,8 @@ def test_float16_rows_and_tiles(outputs: int, depth: int) -> None:
     device = torch.device("cuda")
     x, w = (probing_rows(count, depth, device, torch.float16) for count in (257, outputs))
     want = accumulators(x, w)
-    for tile in [*tiles_for(outputs, depth).values(), LinearTile(64, 64, 64, 4, 3)]:
+    tiles = [tile for shared in (shared_limit(), 99 << 10) for tile in tiles_for(outputs, depth, shared).values()]
+    for tile in [*tiles, LinearTile(64, 64, 64, 4, 3)]:
         for rows in ROWS:
             y = torch.full((rows, outputs), float("nan"), device=device)
             linear(x[257 - rows :].contiguous(), w, y, tile)

@@ -30,7 +30,8 @@ def test_only_tested_rows_reach_the_library() -> None:
 
 
 def test_every_shape_has_a_tile_for_every_small_batch() -> None:
-    for outputs, depth in ((6144, 4096), (4096, 14336), (576, 1536), (128256, 4096), (40, 96)):
-        tiles = tiles_for(outputs, depth)
-        assert list(tiles) == [16, 32, 64]
-        assert all(tile.tokens <= 64 for tile in tiles.values())
+    for shared in (99 << 10, 163 << 10, 227 << 10):
+        for outputs, depth in ((6144, 4096), (4096, 14336), (576, 1536), (128256, 4096), (40, 96)):
+            tiles = tiles_for(outputs, depth, shared)
+            assert list(tiles) == [16, 32, 64]
+            assert all(tile.tokens <= 64 for tile in tiles.values())

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start, shared_limit
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
@@ -134,9 +134,16 @@ def split_count(longest: int) -> int:
     return 1 << max(0, (-(-longest // 512) - 1)).bit_length()
 
 
-def decode_stages(programs: int, dim: int) -> int:
-    """Depth of the pipeline: deep where few programs must hide the latency of memory, shallow where many share a multiprocessor."""
-    return 7 if programs <= 132 or dim <= 64 else 3
+def decode_stages(programs: int, dim: int, shared: int) -> int:
+    """Depth of the pipeline: deep where few programs must hide the latency of memory, shallow where many share a multiprocessor.
+
+    ``shared``: bytes of shared memory that a program may have; two stages more keep one more tile of K and V in it, beside 16 KiB
+    at most.
+    """
+    stages = 7 if programs <= 132 or dim <= 64 else 3
+    while stages > 1 and stages // 2 * 4 * TILE * dim + (16 << 10) > shared:
+        stages -= 2
+    return stages
 
 
 def decode_scratch(entries: int, q_heads: int, dim: int, splits: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +178,7 @@ def decode_attention(
     partial, stats = scratch
     pdl = pdl_enabled()
     c = scale * LOG2_E
-    stages = stages or decode_stages(splits * kv_heads * entries, dim)
+    stages = stages or decode_stages(splits * kv_heads * entries, dim, shared_limit())
     split_kernel[(splits, kv_heads, entries)](
         qkv,
         k_cache,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from relay.kernels.cuda import attention_hopper
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import HOPPER_SHARED, INTERPRETED, launch_options, pdl_enabled, pdl_start, shared_limit
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
@@ -162,7 +162,17 @@ def prefill_attention(
 
 def tile_rows_for(block_size: int, dim: int) -> int:
     """Rows of a program on this device and cache: what ``prefill_work`` must be called with."""
-    return attention_hopper.TILE_ROWS if _hopper(block_size, dim) else 64
+    return attention_hopper.TILE_ROWS if _hopper(block_size, dim) else prefill_tile(dim, shared_limit())[0]
+
+
+def prefill_tile(dim: int, shared: int) -> tuple[int, int]:
+    """Rows and warps of a program of ``prefill_kernel`` where a program may have ``shared`` bytes of shared memory.
+
+    mma.sync keeps the left operands in registers, which wgmma does not: elsewhere than on Hopper 4 warps would spill.
+    """
+    if shared >= HOPPER_SHARED:
+        return 64, 4
+    return (64 if dim <= 128 else 32), 8
 
 
 def prefill(
@@ -183,7 +193,8 @@ def prefill(
     if _hopper(block_size, dim):
         attention_hopper.prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, keys)
     else:
-        prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=64, warps=4, stages=2)
+        rows, warps = prefill_tile(dim, shared_limit())
+        prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=rows, warps=warps, stages=2)
 
 
 def _hopper(block_size: int, dim: int) -> bool:

@@ -6,6 +6,7 @@ scheduled. Because every kernel waits, a kernel's end implies the end of all bef
 """
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+from triton.runtime.errors import OutOfResources
 
-from relay.errors import DeviceLostError
+from relay.errors import DeviceLostError, DoesNotFitError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HOPPER_SHARED = 227 << 10
+"""Shared memory that a program may have on sm_90, in bytes. 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120."""
 
 
 class _Dependent:
@@ -47,6 +51,18 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     return {"enable_fp_fusion": False, "launch_pdl": pdl}
 
 
+@functools.cache
+def shared_limit() -> int:
+    """Bytes of shared memory that a program may have on this thread's device: what Triton compares a kernel's need with.
+
+    Tiles and stages are chosen by it; they change no bits. Where there is no device it is as on Hopper.
+    """
+    if INTERPRETED or not torch.cuda.is_available():
+        return HOPPER_SHARED
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return int(properties["max_shared_mem"])
+
+
 def watch_compiler(before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` each kernel that Triton compiles (or finds in its cache on disk). Process-wide."""
 
@@ -71,9 +87,14 @@ def is_device_lost(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def device_errors() -> Iterator[None]:
-    """Raise a CUDA error of the body as DeviceLostError."""
+    """Raise a CUDA error of the body as DeviceLostError, and as DoesNotFitError that the device is too small for a kernel."""
     try:
         yield
+    except OutOfResources as error:
+        raise DoesNotFitError(
+            f"a kernel needs more {error.name} than this GPU has: {error.required}, the limit is {error.limit}; "
+            "serve with another GPU or --backend cpu, and please report the GPU's name"
+        ) from error
     except Exception as error:
         if is_device_lost(error):
             first = str(error).splitlines()[0]

@@ -10,9 +10,10 @@ from bisect import bisect_left
 
 import torch
 
+from relay.kernels.cuda.launch import HOPPER_SHARED, shared_limit
 from relay.kernels.cuda.linear import LinearTile, linear
 
-TALL = LinearTile(128, 128, 64, 8, 4, tma=True)
+_TALL = LinearTile(128, 128, 64, 8, 4, tma=True)
 
 # Fastest of 14 tiles on one H200 (benchmarks/results/h200/linear.json): 16, then 32, then 64 rows.
 _WIDE = {
@@ -28,13 +29,35 @@ _NARROW = {
 _NARROW_DEEP = {**_NARROW, 16: LinearTile(16, 32, 256, 4, 6, tma=True)}
 
 
-def tiles_for(outputs: int, depth: int) -> dict[int, LinearTile]:
-    """The tile for at most 16, 32 and 64 rows: narrow where few outputs must still fill the chip."""
+def tiles_for(outputs: int, depth: int, shared: int) -> dict[int, LinearTile]:
+    """The tile for at most 16, 32 and 64 rows: narrow where few outputs must still fill the chip.
+
+    ``shared``: bytes of shared memory that a program may have.
+    """
+    if shared < HOPPER_SHARED:
+        if outputs > 5120:
+            return {
+                16: _elsewhere(16, 64, 128, shared),
+                **{rows: _elsewhere(rows, 64, 64, shared) for rows in (32, 64)},
+            }
+        return {**{rows: _elsewhere(rows, 32, 128, shared) for rows in (16, 32)}, 64: _elsewhere(64, 32, 64, shared)}
     if depth < 2048:
         return {16: _WIDE[16], 32: _NARROW[64], 64: _NARROW[64]}
     if outputs > 5120:
         return _WIDE
     return _NARROW_DEEP if depth > 8192 else _NARROW
+
+
+def tall_tile(shared: int) -> LinearTile:
+    """The tile for more rows, and what the library is compared with."""
+    return _TALL if shared >= HOPPER_SHARED else _elsewhere(128, 64, 64, shared)
+
+
+def _elsewhere(tokens: int, outputs: int, depth: int, shared: int) -> LinearTile:
+    """Without the bulk copies that Ampere lacks; stages, which keep one step fewer, for half of ``shared``, so that two programs
+    share a multiprocessor. Not measured."""
+    step = 2 * (tokens + outputs) * depth
+    return LinearTile(tokens, outputs, depth, 4, min(8, 1 + shared // 2 // step))
 
 
 def library_from(outputs: int, depth: int) -> int:
@@ -66,7 +89,8 @@ class LinearLayer:
     def __init__(self, outputs: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.outputs, self.depth = outputs, depth
         self._type = dtype
-        self._tiles = tiles_for(outputs, depth)
+        shared = shared_limit()
+        self._tiles, self._tall = tiles_for(outputs, depth, shared), tall_tile(shared)
         self._from = library_from(outputs, depth)
         self.tested: list[int] = []
         self.failed: list[int] = []
@@ -76,7 +100,7 @@ class LinearLayer:
         counts = row_counts(largest)
         x = probing_rows(counts[-1], self.depth, w.device, self._type)
         reference = torch.empty(counts[-1], self.outputs, dtype=self._type, device=w.device)
-        linear(x, w, reference, TALL)
+        linear(x, w, reference, self._tall)
         got = torch.empty_like(reference)
         for rows in counts:
             got[:rows].fill_(float("nan"))
@@ -102,7 +126,7 @@ class LinearLayer:
             if rows <= size:
                 linear(x[:rows], w, y[:rows], tile)
                 return
-        linear(x[:rows], w, y[:rows], TALL)
+        linear(x[:rows], w, y[:rows], self._tall)
 
 
 def probing_rows(rows: int, depth: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
