@@ -4,15 +4,17 @@ import os
 import socket
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from relay.kernels.kv_frames import SharingFailed
+from relay.transfer.areas import MOST_AREAS, AreaPool, Mappings
 from relay.transfer.channel import ChannelClosed
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged
 from relay.transfer.frame import FrameError, Handoff
-from relay.transfer.ipc import MOST_AREAS, AreaPool, IpcWire, Mappings, offer_area, take_area
+from relay.transfer.ipc import IpcWire, offer_area, take_area
 from relay.transfer.shm import Descriptor
 from relay.transfer.stream import StreamChannel
 from relay.transfer.transport import WiredTransport
@@ -38,11 +40,10 @@ class Ends:
         self.devices = devices
         self.stores = FakeStream(2, seed=1), FakeStream(2)
         self.events = [], []
+        self.wires = [IpcWire("here", devices, 1 << 18) for _ in "pd"]
         self.transports = [
-            WiredTransport(
-                identity(name), store, events.append, [IpcWire("here", devices, 1 << 18), ShmWire("here")], limits=SMALL
-            )
-            for name, store, events in zip("pd", self.stores, self.events, strict=True)
+            WiredTransport(identity(name), store, events.append, [wire, ShmWire("here")], limits=SMALL)
+            for name, store, events, wire in zip("pd", self.stores, self.events, self.wires, strict=True)
         ]
         self.transport = self.transports[1]  # as ``send_order`` looks for addresses
 
@@ -136,6 +137,43 @@ def test_an_area_is_given_out_again_only_once_its_writer_is_gone(devices):
     assert third is not first, "what a killed process had queued may still run"
     time.sleep(0.06)
     assert pool.take()[0] is first
+
+
+def test_the_grace_begins_when_the_writer_ends_and_not_with_the_next_connection(devices):
+    pool = AreaPool(devices, 4096, grace_s=0.2)
+    first, _ = pool.take()
+    ours, theirs = (Descriptor(number) for number in os.pipe())
+    pool.retire(first, ours)
+    del theirs
+    time.sleep(0.5)
+    assert pool.take()[0] is first
+
+
+def test_an_area_without_a_handle_is_given_back(devices):
+    pool = AreaPool(devices, 4096)
+    honest, devices.handle = devices.handle, mock.Mock(side_effect=SharingFailed("not supported (801)"))
+    closed = []
+    devices.close = closed.append
+    for _ in range(MOST_AREAS + 1):
+        with pytest.raises(SharingFailed, match="not supported"):
+            pool.take()
+    assert len(closed) == MOST_AREAS + 1
+    devices.handle = honest
+    pool.take()
+
+
+def test_a_target_without_an_area_for_now_is_asked_again(devices, capsys):
+    ends = Ends(devices)
+    pool = ends.wires[1]._pool
+    taken = [pool.take() for _ in range(MOST_AREAS)]
+    try:
+        sent, _ = ends.run()
+        assert sent.stats.scheme == "shm"
+        assert "not possible" not in capsys.readouterr().err
+        assert ends.wires[0].reaches(ends.wires[1].address)
+        assert len(taken) == MOST_AREAS
+    finally:
+        ends.close()
 
 
 def test_areas_are_bounded(devices):

@@ -18,6 +18,10 @@ class WireUnusable(ChannelClosed):
     """These two ends cannot use this wire, though they reach each other: another one may serve."""
 
 
+class WireBusy(WireUnusable):
+    """Not now."""
+
+
 class Channel(Protocol):
     """Reliable and ordered. One thread sends, one receives, any may close.
 

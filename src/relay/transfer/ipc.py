@@ -5,87 +5,28 @@ payloads: headers, control frames and answers go over the Unix socket, which tel
 given back. A header leaves P after the kernel that wrote its payload has ended, and D takes the digest again while it scatters, so
 nothing partial is ever decoded, whatever P or its death left behind.
 
-**Quarantine.** When a connection ends, kernels of P may still write to the area, though never to D's blocks. P holds the writing
-end of a pipe, the lease, and closes it when its last kernel has ended and the area is unmapped, or by dying. Only then, and after a
-pause in which the driver ends what a killed process had queued, does another connection get that area.
+What happens to the area afterwards: ``relay.transfer.areas``.
 """
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import sys
-import threading
-import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 from relay.kernels.kv_frames import SharingFailed, Span
-from relay.transfer.channel import ChannelClosed, WireUnusable
+from relay.transfer.areas import AreaPool, AreasBusy, DeviceMemory, Mappings, hung_up
+from relay.transfer.channel import ChannelClosed, WireBusy, WireUnusable
 from relay.transfer.frame import MAX_DEVICE_KV_BYTES, FrameError
 from relay.transfer.ring import ALIGNMENT, Placement, place
 from relay.transfer.shm import Counted, Descriptor, is_eventfd
 from relay.transfer.stream import StreamChannel
 from relay.transfer.wire import ShmWire, dial_shm
 
-MOST_AREAS = 8
-GRACE_S = 2.0
-_OFFER = struct.Struct("<cQ64s")  # "D", bytes of the area, its handle; or "X", 0, the reason
+_OFFER = struct.Struct("<cQ64s")  # "D", bytes of the area, its handle; or "X", or "B" for now, 0, the reason
 _ACCEPTED, _DECLINED = b"Y", b"N"
-
-
-class DeviceMemory(Protocol):
-    """The part of a device that the areas need (``relay.kernels.cuda.ipc``). Every method raises SharingFailed."""
-
-    def allocate(self, size: int) -> Any: ...
-
-    def handle(self, area: Any) -> bytes: ...
-
-    def open(self, handle: bytes, size: int) -> Any: ...
-
-    def close(self, area: Any) -> None: ...
-
-
-class AreaPool:
-    """D's areas: those in quarantine are given out again once their writer is proven gone."""
-
-    def __init__(self, memory: DeviceMemory, size: int, grace_s: float = GRACE_S) -> None:
-        self.size = size
-        self._memory = memory
-        self._grace_s = grace_s
-        self._lock = threading.Lock()
-        self._areas = 0
-        self._quarantined: list[tuple[Any, Descriptor, float | None]] = []  # area, lease, when its end was seen
-
-    def take(self) -> tuple[Any, bytes]:
-        """An area and its handle. Raises SharingFailed."""
-        with self._lock:
-            area = self._proven_free(time.monotonic())
-            if area is None:
-                if self._areas >= MOST_AREAS:
-                    raise SharingFailed(f"{MOST_AREAS} staging areas are in use or quarantined")
-                area = self._memory.allocate(self.size)
-                self._areas += 1
-        return area, self._memory.handle(area)
-
-    def retire(self, area: Any, lease: Descriptor) -> None:
-        """The connection is over; its writer may not know yet."""
-        with self._lock:
-            self._quarantined.append((area, lease, None))
-
-    def _proven_free(self, now_s: float) -> Any:
-        free = None
-        kept = []
-        for area, lease, ended_s in self._quarantined:
-            if ended_s is None and _hung_up(lease):
-                ended_s = now_s
-            if free is None and ended_s is not None and now_s - ended_s >= self._grace_s:
-                free = area
-            else:
-                kept.append((area, lease, ended_s))
-        self._quarantined = kept
-        return free
 
 
 class _AreaChannel(Counted):
@@ -180,43 +121,8 @@ class AreaSender(_AreaChannel):
     def release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._mappings.end(self._area, self.peer, dead=_hung_up(lease))
+            self._mappings.end(self._area, self.peer, dead=hung_up(lease))
             del lease  # its last owner closes it
-
-
-class Mappings:
-    """P's mapped areas. Unmapping waits for the device, and whatever the process then asks of CUDA waits too.
-
-    So the area of a target that died, when its sequences are to go on at once and perhaps here, stays until another is mapped.
-    """
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
-        self._lock = threading.Lock()
-        self._of_dead: list[tuple[Any, str]] = []  # an area, and whose it was
-
-    def begin(self, handle: bytes, size: int) -> Any:
-        """Raises SharingFailed."""
-        area = self._memory.open(handle, size)
-        with self._lock:
-            of_dead, self._of_dead = self._of_dead, []
-        for old, peer in of_dead:
-            self._close(old, peer)
-        return area
-
-    def end(self, area: Any, peer: str, *, dead: bool) -> None:
-        """No kernel uses it any more."""
-        if dead:
-            with self._lock:
-                self._of_dead.append((area, peer))
-        else:
-            self._close(area, peer)
-
-    def _close(self, area: Any, peer: str) -> None:
-        try:
-            self._memory.close(area)
-        except SharingFailed as error:  # of a target that is gone, perhaps
-            print(f"an area of {peer} stays mapped: {error}", file=sys.stderr, flush=True)
 
 
 class AreaReceiver(_AreaChannel):
@@ -259,7 +165,8 @@ def offer_area(stream: StreamChannel, pool: AreaPool) -> AreaReceiver:
     try:
         area, handle = pool.take()
     except SharingFailed as error:
-        _send(stream, _OFFER.pack(b"X", 0, str(error).encode()[:64]), [])
+        tag = b"B" if isinstance(error, AreasBusy) else b"X"
+        _send(stream, _OFFER.pack(tag, 0, str(error).encode()[:64]), [])
         raise ChannelClosed(f"{stream.peer}: no area for KV: {error}") from error
     space = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     ours, theirs = (Descriptor(number) for number in os.pipe2(os.O_CLOEXEC))
@@ -288,7 +195,8 @@ def take_area(stream: StreamChannel, mappings: Mappings) -> AreaSender:
         raise ChannelClosed(f"{stream.peer} closed the connection instead of offering an area")
     tag, capacity, handle = _OFFER.unpack(data)
     if tag != b"D":
-        raise WireUnusable(f"{stream.peer}: {handle.rstrip(bytes(1)).decode(errors='replace')}")
+        problem = f"{stream.peer}: {handle.rstrip(bytes(1)).decode(errors='replace')}"
+        raise (WireBusy if tag == b"B" else WireUnusable)(problem)
     if len(owned) != 2 or not is_eventfd(owned[0]) or capacity % ALIGNMENT or not capacity:
         raise FrameError(f"{stream.peer} offered no area of KV")
     try:
@@ -331,6 +239,8 @@ class IpcWire(ShmWire):
             return offer_area(stream, self._pool)
         try:
             return take_area(stream, self._mappings)
+        except WireBusy:
+            raise
         except WireUnusable as error:
             self._unusable.add(stream.address)
             print(f"KV over CUDA IPC is not possible: {error}", file=sys.stderr, flush=True)
@@ -342,10 +252,3 @@ def _send(stream: StreamChannel, data: bytes, descriptors: list[int]) -> None:
         socket.send_fds(stream.socket, [data], descriptors)
     except OSError as error:
         raise ChannelClosed(f"{stream.peer}: {error}") from error
-
-
-def _hung_up(lease: Descriptor) -> bool:
-    """Whether the other end is closed: the writing end shows POLLHUP to the reader, the reading one POLLERR to the writer."""
-    poll = select.poll()
-    poll.register(lease.number, 0)
-    return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

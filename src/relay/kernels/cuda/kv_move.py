@@ -64,13 +64,14 @@ def move_kernel(
         source = cache + (layer + index).to(tl.int64) * layer_units * 16
         total = tl.zeros((TILE, ROW), tl.uint64)
         for part in tl.static_range(2):
+            half = part * part_units.to(tl.int64) * 16  # K of a layer may be over 8 GiB
             begin = (index * 2 + part).to(tl.int64) * count * width + (others & 0xFFFF) * WORDS
             word = begin + ((tokens * width)[:, None] + e[None, :])  # of one K or V there are less than 2^31
             if STORE:
                 values = tl.load(flat + offset + word, mask=mask, other=0)
-                tl.store(source + part * part_units * 16 + place, values, mask=mask)
+                tl.store(source + half + place, values, mask=mask)
             else:
-                values = tl.load(source + part * part_units * 16 + place, mask=mask, other=0)
+                values = tl.load(source + half + place, mask=mask, other=0)
                 tl.store(flat + offset + word, values, mask=mask)
             x = (word.to(tl.uint64) + 1) * _GOLDEN
             x = (x ^ (x >> 32)) * _MIX
