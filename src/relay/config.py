@@ -30,6 +30,7 @@ MAX_THREADS = 1024
 MAX_BLOCK_SIZE = 1 << 12
 MAX_STEP_TOKENS = 1 << 16
 PROTOCOL_TEXT_LIMIT = 1024
+_GPU_FLAGS = {"devices": "--device", "gpu_memory_utilization": "--gpu-memory-utilization"}
 _WORKER_ADDRESS = re.compile(r"tcp://[^\s,]+:\d{1,5}")
 
 SECOND = 1_000_000_000
@@ -147,6 +148,8 @@ class WorkerConfig:
         """``backend``'s defaults under ``values``; a value of None counts as not given. Raises UsageError."""
         defaults = DEFAULTS[backend]
         given = {name: value for name, value in values.items() if value is not None}
+        for name, flag in _GPU_FLAGS.items():
+            check(backend == "cuda" or name not in given, f"{flag} needs --backend cuda, not {backend}")
         usual = {
             "block_size": defaults.block_size,
             "max_num_seqs": defaults.max_num_seqs,

@@ -9,6 +9,7 @@ from tests.cli.serving import ENVIRONMENT, write_tiny_model
 from tests.transfer.nodes import NO_NIXL
 
 from relay.cli import main
+from relay.extras import install_hint
 from relay.transfer.nixl import wire
 
 
@@ -29,7 +30,7 @@ def test_without_the_extra_it_is_refused_in_one_line(capsys, monkeypatch, argume
     assert main.run([*arguments, "--transport", "nixl"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "pip install 'relay-serving[nixl]'" in lines[0]
+    assert install_hint("nixl") in lines[0]
 
 
 @NO_NIXL

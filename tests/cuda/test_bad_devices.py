@@ -1,6 +1,8 @@
 """No GPU, too old a GPU, too little memory, a CUDA error: one line each, with torch.cuda as such a machine would have it."""
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,7 +16,8 @@ from triton.runtime.errors import OutOfResources
 from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.draws import Draw, Draws
-from relay.kernels.cuda.memory import check_device
+from relay.kernels.cuda.holding import hold_weights
+from relay.kernels.cuda.memory import GIB, check_device, kv_block_bytes, kv_blocks_that_fit
 from relay.kernels.probe import probe_program
 from tests.cuda.interpreted import batch_of, without_a_device
 
@@ -83,6 +86,61 @@ def test_a_kernel_that_the_gpu_has_too_little_shared_memory_for(graphs: bool) ->
     assert "more shared memory than this GPU has: 147480, the limit is 101376" in line
     assert "--backend cpu" in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "borrowed_gib", "words"),
+    [
+        (
+            8,
+            6,
+            "may use 7.20 GiB (45% of it), its weights and buffers take 6.00 GiB, and 2.00 GiB are kept for",
+        ),
+        (0.5, 0, "only 0.50 GiB of it are free, of which 0.50 GiB stay so; end what else uses it"),
+    ],
+)
+def test_no_room_for_a_kv_block_is_told_in_numbers(free_gib: float, borrowed_gib: int, words: str) -> None:
+    sizes = {"mem_get_info": lambda *_: (int(free_gib * GIB), 16 * GIB), "memory_reserved": lambda *_: 1 << 20}
+    geometry = probe_program().geometry
+    with without_a_device(), mock.patch.multiple(torch.cuda, **sizes), pytest.raises(DoesNotFitError) as caught:
+        kv_blocks_that_fit("cuda:0", geometry, 64, 0.45, borrowed_gib * GIB)
+    line = str(caught.value)
+    size = f"{kv_block_bytes(geometry, 64) / GIB:.4f} GiB"
+    assert line.startswith(f"no room for a KV block, which needs {size} for its 64 tokens: cuda:0 has 16.00 GiB; ")
+    assert words in line
+    assert "\n" not in line
+
+
+def test_the_last_block_that_fits() -> None:
+    """At exactly a block's room there is one; a byte less is refused."""
+    geometry = probe_program().geometry
+    block = kv_block_bytes(geometry, 16)
+    for missing, expected in ((0, pytest.raises(DoesNotFitError)), (-1, nullcontext())):
+        kept = 512 << 20  # a quarter of what a process may take beside torch
+        sizes = {"mem_get_info": lambda *_, free=kept + block - 1 - missing: (free, 1 << 40)}
+        with without_a_device(), mock.patch.multiple(torch.cuda, **sizes), expected:
+            assert kv_blocks_that_fit("cuda:0", geometry, 16, 1.0) == 1
+
+
+def holding(weights: object) -> Callable[[], bytes]:
+    with (
+        mock.patch("relay.kernels.cuda.holding.check_device"),
+        mock.patch("relay.kernels.cuda.holding.load_matrices", weights),
+    ):
+        return hold_weights(probe_program(), mock.Mock(), "cuda:0")
+
+
+def test_memory_that_runs_out_where_weights_are_held() -> None:
+    full = mock.Mock(side_effect=torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    with without_a_device():
+        with pytest.raises(DoesNotFitError, match=r"the weights need \d+ MiB on cuda:0"):
+            holding(full)
+        with mock.patch("relay.kernels.cuda.holding.export_weights", full):
+            message = holding(mock.Mock())
+            with pytest.raises(DoesNotFitError, match=r"the weights need \d+ MiB on cuda:0"):
+                message()
+        with mock.patch.object(torch.cuda, "set_device", full), pytest.raises(DoesNotFitError):
+            holding(mock.Mock())
 
 
 def test_a_cuda_error_that_is_seen_while_a_step_is_watched() -> None:

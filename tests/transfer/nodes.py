@@ -15,7 +15,7 @@ from relay.transfer.handshake import greet
 from relay.transfer.inproc import InprocTransport, Network
 from relay.transfer.ipc import IpcWire
 from relay.transfer.nixl.agent import installed
-from relay.transfer.nixl.wire import NixlWire
+from relay.transfer.nixl.wire import MISSING, NixlWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire, TcpWire
 from tests.transfer.fake_nixl import Fabric, fake_wire
@@ -61,7 +61,7 @@ class FakeDevices:
 DEVICES = FakeDevices()
 FABRIC = Fabric()
 WIRES = {"tcp": TcpWire, "shm": lambda: ShmWire("here"), "nixl-fake": lambda: fake_wire(FABRIC), "nixl": NixlWire}
-NO_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not installed: pip install 'relay-serving[nixl]'")
+NO_NIXL = pytest.mark.skipif(installed() is None, reason=MISSING)
 EVERY_WIRE = [pytest.param(name, marks=NO_NIXL) if name == "nixl" else name for name in WIRES]
 PROCESS_WIRES = [name for name in EVERY_WIRE if name != "nixl-fake"]  # between processes
 WIRES["ipc"] = lambda: IpcWire("here", DEVICES, area_bytes=1 << 18)  # for engines with devices alone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relay.errors import DoesNotFitError
+from relay.errors import DeviceLostError, DoesNotFitError
 from relay.worker.weights_link import NotShared, fetch, listen, wait_for_end
 from relay.worker.weights_process import serve
 
@@ -126,3 +126,28 @@ def test_a_holder_does_not_outlive_its_launcher():
     )
     assert late.returncode == 7
     assert late.stderr == "the launcher ended before the holder of its weights started\n"
+
+
+@pytest.mark.parametrize("moment", ["loading", "answering"])
+@pytest.mark.parametrize("text", ["CUDA error: out of luck\nCompile with TORCH_USE_CUDA_DSA", ""])
+def test_a_cuda_error_is_one_line_and_a_worker_s_exit_code(moment, text):
+    """``serve`` runs in the main thread, so the error is torch's own where a user is answered as where weights are loaded."""
+    name = f"relay-test-{secrets.token_hex(8)}"
+    fail = f"def fail(*_): raise RuntimeError({text!r})\n"
+    script = "from relay.worker import weights_process as p\n" + fail
+    script += "p._load = fail\n" if moment == "loading" else "p._load = lambda spec: fail\n"
+    spec = f'{{"worker": "d", "incarnation": 1, "gateways": [], "pack_path": "none", "weights_socket": "{name}"}}'
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script + "p.main()", "--spec", spec],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if moment == "answering":
+        with pytest.raises(NotShared):
+            fetch(name)
+    _, said = holder.communicate(timeout=30)
+    reason = text.partition("\n")[0] or "RuntimeError"
+    assert said.startswith(f"the weights that workers of cuda:0 share cannot be held: {reason}; see with nvidia-smi")
+    assert said.count("\n") == 1
+    assert holder.returncode == DeviceLostError.exit_code

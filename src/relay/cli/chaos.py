@@ -16,8 +16,9 @@ from relay.chaos.report import report
 from relay.chaos.run import run_chaos
 from relay.chaos.settings import CellResult, ChaosSettings
 from relay.chaos.shapes import parse_shape
-from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS
+from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS, BackendName, WorkerConfig, parse_bytes
 from relay.errors import UsageError
+from relay.extras import require_gpu
 
 
 @click.command()
@@ -42,7 +43,7 @@ from relay.errors import UsageError
 @click.option("--longest-prompt", type=int, default=460, show_default=True, help="Words of the longest prompt.")
 @click.option("--longest-answer", type=int, default=48, show_default=True, help="Tokens of the longest answer.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="cpu", show_default=True, help="Of the workers.")
-@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option("--device", help="GPUs, with commas; workers take them in turn [default: cuda:0].")
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
@@ -83,8 +84,8 @@ def chaos(
     concurrency: int,
     longest_prompt: int,
     longest_answer: int,
-    backend: str,
-    device: str,
+    backend: BackendName,
+    device: str | None,
     transport: str,
     threads: int,
     kv_cache_memory: str,
@@ -106,9 +107,20 @@ def chaos(
     names = tuple(name.strip() for name in (kinds or "").split(",") if name.strip())
     if kinds is not None and not names:
         raise UsageError("--kinds names no kind; leave it out for all of them")
+    worker = WorkerConfig.of(  # what `relay serve` would refuse is refused before anything starts
+        backend,
+        devices=tuple(device.split(",")) if device is not None else None,
+        threads=threads,
+        transport=transport,
+        kv_cache_memory_bytes=parse_bytes(kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    if backend == "cuda":
+        require_gpu()
     serve = ["--backend", backend, "--threads", str(threads), "--kv-cache-memory", kv_cache_memory]
     serve += ["--kv-cache-dtype", kv_cache_dtype, "--max-num-batched-tokens", str(max_num_batched_tokens)]
-    serve += ["--device", device, "--transport", transport]
+    serve += ["--transport", transport, *(["--device", device] if device is not None else [])]
     inside = netns != "off" and _enter(auto=netns == "auto")
     serve += ["--offline"] if offline or inside else []
     serve += ["--cache-dir", str(cache_dir)] if cache_dir is not None else []
@@ -125,7 +137,7 @@ def chaos(
         longest_answer=longest_answer,
         gateways=gateways,
         transport=transport,
-        devices=tuple(device.split(",")) if backend == "cuda" else (),
+        devices=worker.devices if backend == "cuda" else (),
         netns=inside,
         poison=poison,
         inject=inject or "",

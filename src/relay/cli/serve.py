@@ -18,6 +18,7 @@ from relay.config import (
     parse_bytes,
 )
 from relay.devices import RoleDevices
+from relay.extras import require_gpu
 
 
 @click.command()
@@ -42,12 +43,10 @@ from relay.devices import RoleDevices
     show_default=True,
     help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
 )
-@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option("--device", help="GPUs, with commas; workers take them in turn [default: cuda:0].")
 @click.option("--prefill-devices", help="GPUs of the prefill workers, with commas [default: those of --device].")
 @click.option("--decode-devices", help="GPUs of the decode workers, with commas [default: those of --device].")
-@click.option(
-    "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Part of each GPU that workers share."
-)
+@click.option("--gpu-memory-utilization", type=float, help="Part of each GPU that workers share [default: 0.9].")
 @click.option(
     "--tensor-parallel-size",
     type=int,
@@ -127,11 +126,11 @@ def serve(
     prefill: int | None,
     decode: int | None,
     backend: BackendName,
-    device: str,
+    device: str | None,
     prefill_devices: str | None,
     decode_devices: str | None,
     tensor_parallel_size: int,
-    gpu_memory_utilization: float,
+    gpu_memory_utilization: float | None,
     threads: int,
     kv_cache_memory: str | None,
     max_model_len: int | None,
@@ -179,7 +178,7 @@ def serve(
         perturb=perturb,
         worker=WorkerConfig.of(
             backend,
-            devices=_names(device),
+            devices=_names(device) if device is not None else None,
             by_role=by_role,
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
@@ -195,6 +194,8 @@ def serve(
             record=record,
         ),
     )
+    if backend == "cuda":
+        require_gpu()
     if config.gateways > 1:
         from relay.cli.supervisor import run_supervisor
 

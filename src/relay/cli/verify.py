@@ -12,6 +12,7 @@ import click
 from relay.config import BACKENDS, KV_DTYPES, TRANSPORTS, BackendName, TransportName, WorkerConfig
 from relay.devices import RoleDevices
 from relay.errors import StartupError
+from relay.extras import require_gpu
 from relay.verify.compare import PathReport, compare
 from relay.verify.paths import PATHS, QUICK, Setting, alone, paths_of
 
@@ -36,7 +37,7 @@ KV_MEMORY_BYTES = 1 << 30
     show_default=True,
     help="C kernels, an NVIDIA GPU, or numpy (very slow, bits depend on the batch).",
 )
-@click.option("--device", default="cuda:0", show_default=True, help="GPUs, with commas; workers take them in turn.")
+@click.option("--device", help="GPUs, with commas; workers take them in turn [default: cuda:0].")
 @click.option(
     "--tensor-parallel-size", type=int, default=1, show_default=True, help="Processes that share each worker's work."
 )
@@ -67,7 +68,7 @@ def verify(
     inject: str | None,
     only: tuple[str, ...],
     backend: BackendName,
-    device: str,
+    device: str | None,
     tensor_parallel_size: int,
     threads: int,
     kv_cache_dtype: str,
@@ -88,7 +89,7 @@ def verify(
 
     worker = WorkerConfig.of(
         backend,
-        devices=tuple(device.split(",")),
+        devices=tuple(device.split(",")) if device is not None else None,
         by_role=RoleDevices(ranks=tensor_parallel_size),
         threads=threads,
         kv_cache_dtype=kv_cache_dtype,
@@ -96,6 +97,8 @@ def verify(
         transport=transport,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
     )
+    if backend == "cuda":
+        require_gpu()
     loaded = open_model(
         model,
         cache_dir=cache_dir or default_cache_dir(os.environ),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relay.cluster.topology import Gpu, Link, Topology
+from relay.extras import install_hint
 
 PATHS = {
     0: "one board",
@@ -25,7 +26,7 @@ def detect(environment: Mapping[str, str], nvml: Any = None) -> Topology:
         try:
             nvml = importlib.import_module("pynvml")
         except ModuleNotFoundError:
-            return Topology(problem="nvidia-ml-py is not installed: pip install 'relay-serving[gpu]'")
+            return Topology(problem=f"nvidia-ml-py is not installed: {install_hint('gpu')}")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

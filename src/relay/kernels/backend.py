@@ -117,7 +117,8 @@ class QueueingBackend(Backend, Protocol):
         ...
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
-        """After ``load``: KV blocks for which ``fraction`` of the device has room beside what this process holds."""
+        """After ``load``: KV blocks for which ``fraction`` of the device has room beside what this process holds.
+        Raises DoesNotFitError for none."""
         ...
 
     def warm_up(self, longest: int) -> None:

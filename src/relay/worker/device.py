@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from relay.errors import DoesNotFitError, UsageError, WeightsLostError
+from relay.extras import require_gpu
 from relay.kernels.backend import Backend, QueueingBackend
 from relay.kernels.kv_frames import SharingFailed
 from relay.transfer.contract import TransferLimits
@@ -117,24 +118,13 @@ def num_kv_blocks(spec: WorkerSpec, backend: Backend, block_bytes: int) -> int:
                 f"the {spec.block_size} tokens of --block-size need {block_bytes} bytes"
             )
         return num_blocks
-    num_blocks = cast(QueueingBackend, backend).kv_blocks_that_fit(spec.block_size, spec.gpu_memory_fraction)
-    if num_blocks < 1:
-        raise DoesNotFitError(
-            f"{spec.worker} may use {spec.gpu_memory_fraction:.0%} of {spec.device}, which leaves no room for a KV block of "
-            f"{block_bytes} bytes beside the weights; raise --gpu-memory-utilization, use a larger GPU, or fewer workers on it"
-        )
-    return num_blocks
+    return cast(QueueingBackend, backend).kv_blocks_that_fit(spec.block_size, spec.gpu_memory_fraction)
 
 
 def _cuda(spec: WorkerSpec) -> "CudaBackend":
-    try:
-        from relay.kernels.cuda.backend import CudaBackend
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton"):
-            raise
-        raise UsageError(
-            f"--backend cuda needs {error.name}, which is not installed: pip install 'relay-serving[gpu]'"
-        ) from None
+    require_gpu()
+    from relay.kernels.cuda.backend import CudaBackend
+
     return CudaBackend(
         spec.device,
         shared=_shared_weights(spec) if spec.weights_socket else None,

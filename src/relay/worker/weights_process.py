@@ -14,7 +14,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from relay.errors import RelayError, StartupError
+from relay.errors import DeviceLostError, RelayError, StartupError
+from relay.extras import require_gpu
 from relay.worker.host import die_with_parent
 from relay.worker.load_report import report_for
 from relay.worker.served_pack import open_pack
@@ -29,21 +30,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="relay-weights")
     parser.add_argument("--spec", required=True, help="WorkerSpec as JSON, or the path of a file holding it")
     parser.add_argument("--launcher", type=int, default=0, help="end with this parent process")
+    device = "the GPU"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
     try:
         arguments = parser.parse_args()
         if arguments.launcher and not die_with_parent(arguments.launcher):
             raise StartupError("the launcher ended before the holder of its weights started")
         spec = decode_spec(arguments.spec)
+        device = spec.device
         serve(listen(spec.weights_socket), lambda: _load(spec))
         status, reason = 0, ""
     except RelayError as error:
         status, reason = error.exit_code, str(error)
     except OSError as error:
         status, reason = 1, f"cannot listen: {error}"
+    except RuntimeError as error:  # torch's for whatever CUDA says; there is nothing else in this process to raise one
+        status, reason = DeviceLostError.exit_code, cuda_failure(device, error)
     if status:
         print(reason, file=sys.stderr, flush=True)
     os._exit(status)
+
+
+def cuda_failure(device: str, error: RuntimeError) -> str:
+    """One line: the first of torch's many, and what to do."""
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return (
+        f"the weights that workers of {device} share cannot be held: {first}; see with nvidia-smi whether the GPU is well and who "
+        "else uses it, or give each worker a GPU of its own (--prefill-devices, --decode-devices)"
+    )
 
 
 def serve(
@@ -103,6 +117,7 @@ def serve(
 
 
 def _load(spec: WorkerSpec) -> Callable[[], bytes]:
+    require_gpu()
     from relay.kernels.cuda.holding import hold_weights
     from relay.models.llama import build_program
 

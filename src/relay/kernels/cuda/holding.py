@@ -1,6 +1,7 @@
 """Loading weights for others: see ``sharing.py``."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,14 +22,24 @@ def hold_weights(
     progress: Progress = no_progress,
 ) -> Callable[[], bytes]:
     """Load the matrices of ``program``, those of linears in int8 if ``quantized``; the function returned makes the message for one
-    process more."""
+    process more. Raises DoesNotFitError where memory runs out, then and later."""
     check_device(device)
-    torch.cuda.set_device(device)
     coded = coded_names(program) if quantized else frozenset()
-    try:
+
+    @contextlib.contextmanager
+    def fitting() -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise does_not_fit(device, "the weights", weight_bytes(program, coded)) from error
+
+    @fitting()
+    def message() -> bytes:
+        return export_weights(held)
+
+    with fitting():
+        torch.cuda.set_device(device)
         held = load_matrices(program, weights, WeightUpload(device, progress, TYPES[dtype]), coded)
-    except torch.cuda.OutOfMemoryError as error:
-        raise does_not_fit(device, "the weights", weight_bytes(program, coded)) from error
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return lambda: export_weights(held)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    return message

@@ -10,7 +10,7 @@ from relay.errors import DoesNotFitError, UsageError
 from relay.kernels.program import Geometry
 
 LEAST_CAPABILITY = (8, 0)
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes → uint8 memory of the device. Raises DoesNotFitError."""
@@ -41,6 +41,7 @@ def kv_block_bytes(geometry: Geometry, block_size: int) -> int:
 
 def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fraction: float, borrowed: int = 0) -> int:
     """KV blocks that fit in ``fraction`` of the device beside what this process holds already, and in what is free now.
+    Raises DoesNotFitError for none.
 
     ``borrowed``: its part of memory that another process holds for it.
 
@@ -48,8 +49,28 @@ def kv_blocks_that_fit(device: str, geometry: Geometry, block_size: int, fractio
     """
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) + borrowed
-    room = min(fraction * total - held - GPU_OVERHEAD_BYTES, free - GPU_OVERHEAD_BYTES // 4)
-    return max(0, int(room) // kv_block_bytes(geometry, block_size))
+    allowed, kept = fraction * total, GPU_OVERHEAD_BYTES // 4
+    room = min(allowed - held - GPU_OVERHEAD_BYTES, free - kept)
+    block = kv_block_bytes(geometry, block_size)
+    if room >= block:
+        return int(room) // block
+    if free - kept < block:
+        why = (
+            f"only {_gib(free)} of it are free, of which {_gib(kept)} stay so; end what else uses it, or choose another"
+        )
+    else:
+        why = (
+            f"a worker here may use {_gib(allowed)} ({fraction:.0%} of it), its weights and buffers take {_gib(held)}, and "
+            f"{_gib(GPU_OVERHEAD_BYTES)} are kept for CUDA's own; raise --gpu-memory-utilization, start fewer workers on this GPU, "
+            "use a larger one or several (--tensor-parallel-size), or lower --max-num-batched-tokens"
+        )
+    raise DoesNotFitError(
+        f"no room for a KV block, which needs {_gib(block)} for its {block_size} tokens: {device} has {_gib(total)}; {why}"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / GIB:.4f} GiB"
 
 
 def kv_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str, allocate: Allocate | None) -> torch.Tensor:

@@ -112,9 +112,7 @@ class RankedBackend:
             answer = calls.receive_answer(self._links[rank - 1])
         except calls.LinkEnded as error:
             raise StartupError(f"rank {rank} ended while it {what}: {error}") from error
-        if isinstance(answer, calls.CannotStart):
-            kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
-            raise kinds.get(answer.exit_code, StartupError)(answer.reason)
+        _check_can_start(answer)
         assert isinstance(answer, calls.Loaded | calls.Allocated)
         return answer
 
@@ -174,7 +172,7 @@ class RankedBackend:
         return cast(QueueingBackend, self._share.backend).ended(batch)
 
     def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
-        """The least of all ranks. Only of backends on devices."""
+        """The least of all ranks; the error of one that has room for none. Only of backends on devices."""
         backend = cast(QueueingBackend, self._share.backend)
         found = [backend.kv_blocks_that_fit(block_size, fraction)]
         call = calls.Fit(block_size=block_size, fraction=fraction)
@@ -216,6 +214,7 @@ class RankedBackend:
                 answer = calls.receive_answer(self._links[rank - 1])
             except calls.LinkEnded as error:
                 raise self._lost(rank, error) from error
+        _check_can_start(answer)
         assert isinstance(answer, calls.Fits)
         return answer
 
@@ -238,3 +237,10 @@ class RankedBackend:
         except Exception:
             self._failed += 1
             raise
+
+
+def _check_can_start(answer: calls.Answer) -> None:
+    """Raises a rank's own error."""
+    if isinstance(answer, calls.CannotStart):
+        kinds = {kind.exit_code: kind for kind in RelayError.__subclasses__()}
+        raise kinds.get(answer.exit_code, StartupError)(answer.reason)

@@ -109,7 +109,7 @@ class Allocated(msgspec.Struct, tag="allocated"):
 
 
 class CannotStart(msgspec.Struct, tag="cannot"):
-    """A rank's answer instead of ``Loaded`` or ``Allocated``: the line for the user and its exit code."""
+    """A rank's answer instead of ``Loaded``, ``Fits`` or ``Allocated``: the line for the user and its exit code."""
 
     reason: str
     exit_code: int

@@ -1,6 +1,8 @@
 """A rank other than the first, after it has loaded: it makes rank 0's calls, in order, until the link is closed."""
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from typing import cast
 
 from relay.errors import DeviceLostError, RelayError
@@ -66,15 +68,22 @@ class _Follower:
                 share.backend.sample(self._batches[call.number])
 
     def _fit(self, call: calls.Fit) -> None:
-        num_blocks = cast(QueueingBackend, self._share.backend).kv_blocks_that_fit(call.block_size, call.fraction)
-        calls.send(self._link, calls.encode(calls.Fits(num_blocks)))
+        backend = cast(QueueingBackend, self._share.backend)
+        with self._told():
+            calls.send(self._link, calls.encode(calls.Fits(backend.kv_blocks_that_fit(call.block_size, call.fraction))))
 
     def _allocate(self, call: calls.Allocate) -> None:
         offset = sum(call.pool_bytes[: self._rank])
-        try:
+        with self._told():
             handle = self._share.allocate_kv(call.num_blocks, call.block_size, call.dtype, self._memory, offset)
+            calls.send(self._link, calls.encode(calls.Allocated(handle)))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A failure of the body is our answer, and then our end."""
+        try:
+            yield
         except RelayError as error:
             calls.send(self._link, calls.encode(calls.CannotStart(str(error), error.exit_code)))
             calls.receive_call(self._link)  # rank 0 ends with this error, before its watcher has seen us end
             raise
-        calls.send(self._link, calls.encode(calls.Allocated(handle)))

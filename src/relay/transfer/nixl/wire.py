@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from relay.errors import UsageError
+from relay.extras import install_hint
 from relay.transfer.channel import Channel, ChannelClosed
 from relay.transfer.frame import FrameError
 from relay.transfer.nixl.agent import installed
@@ -27,7 +28,7 @@ from relay.transfer.stream import StreamChannel
 from relay.transfer.wire import TcpWire, dial_tcp
 
 CONNECTIONS = 2
-MISSING = "--transport nixl needs the optional extra: pip install 'relay-serving[nixl]'"
+MISSING = f"--transport nixl needs the optional extra: {install_hint('nixl')}"
 
 
 def require_installed() -> None:
