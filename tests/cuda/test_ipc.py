@@ -13,7 +13,6 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 from relay.kernels.cuda import ipc
 from relay.kernels.kv_frames import SharingFailed
 
-
 POINTER = 0x7F12_3456_7000  # as the driver gives them: more than an int of C holds
 
 
