@@ -27,15 +27,19 @@ from relay.kernels.cuda.attention_decode import decode_attention, decode_scratch
 from relay.kernels.cuda.attention_prefill import prefill_attention, prefill_work
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.baseline import PlainModel, plain_linear
+from relay.kernels.cuda.drawing import Mode
+from relay.kernels.cuda.elementwise import silu_mul
 from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.kv_move import Plan, move
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, unpack_codes
 from relay.kernels.cuda.loading import shapes_of
+from relay.kernels.cuda.norm import rms_norm
 from relay.kernels.cuda.ops import Device, compile_ops
 from relay.kernels.cuda.rope import rope_write_kv
 from relay.kernels.cuda.sampler import SamplerScratch, sample_rows
+from relay.kernels.cuda.sampler_check import _drawn as drawn_tokens
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.sampler_tables import SamplerTables
 from relay.kernels.cuda.step import Step, exact_layout, fill, shape_of
@@ -45,6 +49,7 @@ from relay.kernels.program import Buffer, Embed, HeadNorm, Linear, RmsNorm
 from relay.kernels.reference import quantized
 from relay.kernels.reference.backend import ReferenceBackend
 from relay.kernels.sampler import SlotState, draw
+from relay.kernels.sampler_math import philox_words
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
@@ -175,22 +180,25 @@ def check_int8() -> None:
 
 
 def check_attention() -> None:
-    """P3 over an edge of a split: chunks and decode equal the whole, free memory full of NaN; near the exact result."""
+    """P3 over the end of the second split: chunks and decode equal the whole, free memory full of NaN; near the exact result."""
     generator = torch.Generator().manual_seed(1)
-    group, dim, block, length, start = 2, 16, 16, 530, 500
+    group, dim, block, length, start = 2, 16, 16, 1042, 1006
     blocks = -(-length // block) + 2
     nan = float("nan")
     order = torch.randperm(blocks, generator=generator)[: blocks - 2]
     caches = []
-    for _ in range(2):
+    qkv = torch.randn(length, (group + 2) * dim, generator=generator).bfloat16()
+    looked_at = [1006, 1022, 1023, 1024, 1025, length - 1]
+    for which in range(2):
         cache = torch.full((blocks, 1, block, dim), nan, dtype=torch.bfloat16)
         values = torch.randn(len(order) * block, dim, generator=generator).bfloat16()
+        if which == 0:
+            values[looked_at] = qkv[looked_at, :dim]  # a query's own key weighs much, so it is missed
         values[length:] = nan
         cache[order, 0] = values.view(-1, block, dim)
         caches.append((cache, values[:length].float()))
     (k_cache, keys), (v_cache, values) = caches
     table = order.to(torch.int32)[None]
-    qkv = torch.randn(length, (group + 2) * dim, generator=generator).bfloat16()
 
     def prefill(first: int, stop: int, rows: int) -> torch.Tensor:
         out = torch.zeros(stop - first, group * dim)
@@ -199,8 +207,8 @@ def check_attention() -> None:
         return out
 
     whole = prefill(start, length, 16)
-    assert torch.equal(torch.cat([prefill(start, 513, 32), prefill(513, length, 16)]), whole), "chunks differ"
-    positions = torch.tensor([500, 511, 512, 513, 529], dtype=torch.int32)
+    assert torch.equal(torch.cat([prefill(start, 1025, 32), prefill(1025, length, 16)]), whole), "chunks differ"
+    positions = torch.tensor(looked_at, dtype=torch.int32)
     entries = torch.arange(len(positions), dtype=torch.int32)
     splits = split_count(length)
     out = torch.zeros(len(positions), group * dim)
@@ -218,7 +226,7 @@ def check_attention() -> None:
         splits,
     )
     assert torch.equal(out, whole[positions.long() - start]), "decode differs"
-    for position in (500, 529):
+    for position in looked_at:
         q = qkv[position, : group * dim].float().view(group, dim)
         weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
         assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
@@ -245,14 +253,43 @@ def check_softmax() -> None:
     assert np.array_equal(totals.numpy(), (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3]))
 
 
+def check_norm() -> None:
+    """The canon's formula in numpy, for rows so small that eps decides, and for none but zeros."""
+    width, eps = 80, np.float32(1e-5)
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(9)).bfloat16()
+    x[1] *= 1e-3
+    x[2] = 0
+    weight, out = torch.linspace(-1.0, 2.0, width), torch.zeros(4, width)
+    rms_norm(x, weight, out, float(eps))
+    padded = np.zeros((4, 128), np.float32)
+    padded[:, :width] = x.float().numpy()
+    total = np.array([(row * row).sum() for row in padded])
+    s = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+    assert np.array_equal(out.numpy(), (padded[:, :width] * s[:, None]) * weight.numpy())
+
+
+def check_silu() -> None:
+    """The canon's formula in numpy."""
+    gates = torch.cat(
+        [torch.randn(600, generator=torch.Generator().manual_seed(10)) * 9, torch.tensor([-200.0, 200.0, 0.0])]
+    )
+    gate, up = gates.bfloat16(), gates.flip(0).bfloat16()
+    out = torch.zeros(1, len(gates))
+    silu_mul(torch.cat([gate, up])[None], out)
+    g = gate.float().numpy()
+    with np.errstate(over="ignore"):
+        e = np.exp2(g * np.float32(-1.4426950408889634))
+    assert np.array_equal(out.numpy()[0], g / (np.float32(1) + e) * up.float().numpy())
+
+
 def check_overflow() -> None:
     """A token that left the range of numbers spoils what sees it, never an earlier one, which others may find cached."""
-    group, dim, block, length, spoilt = 2, 16, 16, 70, 40
+    group, dim, length, spoilt = 2, 16, 70, 40
     table = torch.tensor([[4, 1, 5, 0, 2]], dtype=torch.int32)
     positions = torch.arange(length, dtype=torch.int32)
     cos, sin = torch.ones(length, dim // 2), torch.zeros(length, dim // 2)
 
-    def outputs(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(qkv: torch.Tensor, block: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
         k_cache, v_cache = (torch.full((6, 1, block, dim), float("nan"), dtype=qkv.dtype) for _ in range(2))
         rope_write_kv(qkv, positions, torch.zeros_like(positions), table, cos, sin, k_cache, v_cache, group)
         out, alone = (torch.zeros(rows, group * dim, dtype=qkv.dtype) for rows in (length, 2))
@@ -268,6 +305,8 @@ def check_overflow() -> None:
     numbers = torch.randn(length, (group + 2) * dim, generator=generator)
     for dtype in (torch.bfloat16, torch.float16):
         want, want_alone = outputs(numbers.to(dtype))
+        for one, other in zip((want, want_alone), outputs(numbers.to(dtype), 64), strict=True):
+            assert torch.equal(one, other), "blocks of another size, or the free memory in them, changed a bit"
         for column, bad in (
             (-3, float("inf")),  # v
             (-dim, float("-inf")),
@@ -311,6 +350,21 @@ def check_sampler() -> None:
     logits[1, 7] = float("nan")
     sample_rows(logits, index + 2, index, index, tables, scratch, drawn, False)
     assert drawn[:, 1].tolist() == [0, 1, *[0] * (rows - 2)]
+    check_ties(vocab)
+
+
+def check_ties(vocab: int) -> None:
+    """Two ids with one random word: their scores are equal, in one chunk of the vocabulary and in two."""
+    kinds = [SamplingParams(max_tokens=1, temperature=1.0, seed=seed) for seed in (3071, 416)]
+    states = [SlotState(kind, 0, [1] * 4) for kind in kinds]
+    logits = torch.full((2, vocab), float("-inf"), dtype=torch.bfloat16)
+    for row, ids in enumerate([[12, 625], [167, 2214]]):
+        words = philox_words(np.array(ids), 4, 0, kinds[row].seed)
+        assert words[0] == words[1]
+        logits[row, ids] = 1.0
+        assert draw(logits[row].float().numpy(), states[row]).token_id == ids[0]
+    for mode in (Mode(), Mode(limits=True), Mode(wide=True)):
+        assert [one.token_id for one in drawn_tokens(logits, states, mode)] == [12, 167], mode
 
 
 def check_kv_copy() -> None:
@@ -760,6 +814,7 @@ CHECKS = {
     "attention": check_attention,
     "overflow": check_overflow,
     "softmax": check_softmax,
+    "rows": lambda: (check_norm(), check_silu()),
     "sampler": check_sampler,
     "kv_copy": check_kv_copy,
     "program": check_program,

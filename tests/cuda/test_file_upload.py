@@ -176,6 +176,7 @@ def test_no_buffer_is_filled_again_before_its_copy_has_ended(
         def synchronize(self) -> None:
             nonlocal waits
             waits += 1
+            assert len(queue) - self.at >= 2, "no copy was queued behind the one that is waited for"
             run(self.at)
 
     def run(until: int) -> None:

@@ -25,6 +25,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "attention",
         "overflow",
         "softmax",
+        "rows",
         "sampler",
         "limits",
         "warm",

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,14 +13,22 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 from relay.kernels.cuda import ipc
 from relay.kernels.kv_frames import SharingFailed
 
+POINTER = 0x7F12_3456_7000  # as the driver gives them: more than an int of C holds
+
 
 class Call:
-    """One function of the library: ctypes sets ``argtypes`` on it."""
+    """One function of the library, which knows no more of its parameters than what is declared."""
+
+    argtypes: tuple[Any, ...] = ()
 
     def __init__(self, driver: "Driver", name: str) -> None:
         self.driver, self.name = driver, name
 
     def __call__(self, *arguments: object) -> int:
+        if self.name.startswith(("cuMem", "cuIpc")):
+            for kind, argument in zip(self.argtypes, arguments, strict=True):
+                kind.from_param(argument)
+                assert not isinstance(argument, int) or kind(argument).value == argument, "cut off"
         return self.driver.answer(self.name, arguments)
 
 
@@ -40,7 +49,7 @@ class Driver:
             return 0
         self.calls.append(name)
         if name in ("cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"):
-            arguments[0]._obj.value = 0x7000  # type: ignore[attr-defined]
+            arguments[0]._obj.value = POINTER  # type: ignore[attr-defined]
         if name == "cuIpcGetMemHandle":
             ctypes.memset(arguments[0], 7, ipc.HANDLE_BYTES)  # type: ignore[arg-type]
         if name == "cuIpcOpenMemHandle_v2":
@@ -60,7 +69,7 @@ def test_an_area_is_named_by_64_bytes_and_opened_by_them(driver: Driver) -> None
     area = memory.allocate(4096)
     handle = memory.handle(area)
     assert handle == bytes([7]) * 64
-    assert area.tensor["data"] == (0x7000, False)
+    assert area.tensor["data"] == (POINTER, False)
     assert area.tensor["shape"] == (4096,)
     other = memory.open(handle, 4096)
     assert driver.opened == handle

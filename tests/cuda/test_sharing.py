@@ -19,7 +19,7 @@ from relay.kernels.cuda.holding import hold_weights
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.linear_int8 import quantize
 from relay.kernels.cuda.loading import coded_names
-from relay.kernels.cuda.sharing import attach_weights
+from relay.kernels.cuda.sharing import attach_weights, export_weights
 from relay.kernels.cuda.weights import HeldWeights
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
 from relay.worker import weights_process
@@ -35,11 +35,11 @@ class Handles:
 
     def share(self, storage: torch.UntypedStorage) -> tuple[int, bytes, int, int, bytes, int, bytes, bool]:
         self.storages.append(storage)
-        return 0, len(self.storages).to_bytes(8, "little"), storage.nbytes(), 0, b"counter", 0, b"event", False
+        return 0, len(self.storages).to_bytes(8, "little"), storage.nbytes(), 512, b"counter", 8, b"event", True
 
-    def attach(self, device: int, handle: bytes, size: int, *_: object) -> torch.UntypedStorage:
+    def attach(self, device: int, handle: bytes, size: int, *rest: object) -> torch.UntypedStorage:
         storage = self.storages[int.from_bytes(handle, "little") - 1]
-        assert (device, storage.nbytes()) == (0, size)
+        assert (device, storage.nbytes(), *rest) == (0, size, 512, b"counter", 8, b"event", True)
         return storage
 
 
@@ -86,6 +86,14 @@ def test_workers_use_the_memory_of_the_holder(quantized: bool) -> None:
             assert tensor.data_ptr() == theirs[name].data_ptr() != copies[name].data_ptr(), name
             assert (tensor.shape, tensor.stride()) == (copies[name].shape, copies[name].stride()), name
             assert torch.equal(tensor, copies[name]), name
+
+
+def test_tensors_that_share_a_storage_stay_where_they_are_in_it() -> None:
+    both = torch.arange(12.0).view(4, 3)
+    found = attach_weights(export_weights(HeldWeights({"low": both[:1], "high": both[1:]}, {"scale": both[3]})), "cpu")
+    assert torch.equal(found.matrices["low"], both[:1])
+    assert torch.equal(found.matrices["high"], both[1:])
+    assert torch.equal(found.scales["scale"], both[3])
 
 
 def test_a_worker_bears_its_part_of_what_it_borrows() -> None:

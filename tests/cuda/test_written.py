@@ -49,6 +49,7 @@ def test_a_read_waits_for_the_step_that_wrote_its_blocks() -> None:
         assert times(events.of(0, mine, 0, 20)) == [1]
         assert times(events.of(1, mine, 0, 20)) == [2]
         assert times(events.of(1, other, 0, 16)) == [3]
+        assert times(events.of(0, mine, 0, 20, layers=2)) == [2], "of several layers the last"
 
 
 def test_a_step_that_has_not_come_to_the_layer_does_not_hide_what_was_written_before() -> None:
