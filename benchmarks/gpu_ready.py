@@ -62,7 +62,12 @@ def main() -> None:
             rows[name]["first_request_ms"].append(first_request(server, arguments.vocab))
         longest = max(longest, time.monotonic() - begin)
         print(name, rows[name]["ready_s"], rows[name]["first_request_ms"], flush=True)
-        found = {"model": arguments.model, "flags": arguments.flags, "transport": arguments.transport, "ready": rows}
+        found = {
+            "model": report.without_folder(arguments.model),
+            "flags": arguments.flags,
+            "transport": arguments.transport,
+            "ready": rows,
+        }
         arguments.out.write_text(json.dumps({**report.provenance(), **found}, indent=1) + "\n")
 
 

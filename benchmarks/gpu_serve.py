@@ -179,7 +179,7 @@ def main() -> None:
     between = ("--transport", arguments.transport)
     shapes = {"split": ("--prefill", "1", "--decode", "1", *between), "colocated": ("--prefill", "0", "--decode", "1")}
     found: dict[str, Any] = {
-        "model": arguments.model,
+        "model": report.without_folder(arguments.model),
         "prompt": arguments.prompt,
         "new": arguments.new,
         "transport": arguments.transport,

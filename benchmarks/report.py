@@ -34,12 +34,17 @@ def provenance() -> dict[str, Any]:
             continue
     named = os.environ.get("RELAY_COMMIT")  # of a copy without its repository
     return {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": " ".join(["python", *(without_folder(argument) for argument in sys.orig_argv[1:])]),
         "commit": named or commit + ("+dirty" if dirty else ""),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def without_folder(argument: str) -> str:
+    """A file of this machine by its name alone; what lies in memory has the same path everywhere."""
+    return Path(argument).name if argument.startswith("/") and not argument.startswith("/dev/") else argument
 
 
 def machine() -> dict[str, Any]:

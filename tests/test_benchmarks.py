@@ -1,5 +1,6 @@
 """The pure parts of the benchmarks."""
 
+from benchmarks.report import without_folder
 from benchmarks.servers import memory_of
 
 SMAPS = """\
@@ -32,3 +33,9 @@ def test_memory_of_a_process_by_kind() -> None:
 def test_a_deleted_weight_file_still_counts_as_weights() -> None:
     text = "7f00-7f01 r--s 00000000 fe:01 42 /tmp/with a space/model.safetensors (deleted)\nRss: 8 kB\nPss: 4 kB\n"
     assert memory_of(text)["weights"] == 4 * 1024 / 1e6
+
+
+def test_a_result_names_files_and_no_folders_of_its_machine() -> None:
+    given = ["--out", "/home/u/out/kv.json", "benchmarks/results/kv.json", "/dev/shm/8b.pack", "org/name"]
+    kept = ["--out", "kv.json", "benchmarks/results/kv.json", "/dev/shm/8b.pack", "org/name"]
+    assert [without_folder(argument) for argument in given] == kept

@@ -40,6 +40,17 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
+def test_no_page_or_result_names_a_folder_of_the_machine_it_was_made_on() -> None:
+    """Commands of results are printed in the pages, for anyone to run."""
+    pages = [*PAGES, *(ROOT / "benchmarks" / "results").rglob("*.json")]
+    found = {
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in pages
+        for path in re.findall(r"(?:^|[\s\"'`=:,(])(/(?:root|home|tmp|work|mnt)/[^\s\"'`,)]+)", page.read_text())
+    }
+    assert not found
+
+
 def test_anchors_exist() -> None:
     for page in PAGES:
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
