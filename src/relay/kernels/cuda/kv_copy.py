@@ -10,6 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +45,15 @@ class _Sums:
         if self._where is not None:
             self._values, self._where = self._where.tolist(), None
         return self._values
+
+
+class _Launch(NamedTuple):
+    """Frames in one memory of a device: it, their numbers, where they begin, and where they are copied on to, if they are."""
+
+    flat: torch.Tensor
+    numbers: list[int]
+    offsets: list[int]
+    targets: list[torch.Tensor]
 
 
 class _PlanBuffer:
@@ -140,9 +150,8 @@ class _Lane:
     def __init__(self, device: str, number: int) -> None:
         torch.cuda.set_device(device)
         self.number = number
-        self.stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # first where a multiprocessor is free: prompts take all of them
+        # First where a multiprocessor is free: a prompt's products take all of them.
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self.frames = _Slots(FRAMES, 1 << 20)
         self.plans = _PlanBuffers(device)
 
@@ -209,27 +218,11 @@ class KvTransfers:
             lane.stream.wait_event(written)
         self._follow(lane)
         launches, hosts = _by_memory(frames)
-        sums: list[tuple[list[int], _Sums]] = []
-        copies: list[tuple[int, torch.Tensor]] = []  # where a frame begins, and where it goes
         unpinned: list[tuple[torch.Tensor, memoryview]] = []
-        host_side: torch.Tensor | None = None
         with torch.cuda.stream(lane.stream):
             if hosts:
-                sizes = [self.frame_bytes(ranges[number]) for number, _ in hosts]
-                offsets, total = _side_by_side(sizes)
-                host_side = torch.empty(total, dtype=torch.uint8, device=self._device)
-                for (_, place), size, offset in zip(hosts, sizes, offsets, strict=True):
-                    if self._is_pinned(place):
-                        target = torch.frombuffer(place, dtype=torch.uint8)[:size]
-                    else:
-                        target = pinned(size)
-                        unpinned.append((target, place))
-                    copies.append((offset, target))
-                launches.append((host_side, [number for number, _ in hosts], offsets))
-            for flat, numbers, offsets in launches:
-                out = copies if flat is host_side else []
-                found, event = self._move(lane, [ranges[n] for n in numbers], flat, offsets, store=False, copies=out)
-                sums += [([numbers[one] for one in mine], totals) for mine, totals in found]
+                launches.append(self._to_host(ranges, hosts, unpinned))
+            sums, event = self._move_all(lane, ranges, launches, store=False)
         return Moving(event, sums, unpinned)
 
     def collect(self, frames: Sequence[tuple[KvRange, Place]]) -> Moving:
@@ -240,32 +233,50 @@ class KvTransfers:
         lane = self._lane()
         self._follow(lane)  # a copy of an aborted transfer into blocks that are this one's now may still be queued
         launches, hosts = _by_memory(frames)
-        sums: list[tuple[list[int], _Sums]] = []
+        ranges = [one for one, _ in frames]
+        buffers: list[int] = []
         with torch.cuda.stream(lane.stream):
-            buffers: list[int] = []
             if hosts:
-                launches.append(self._to_device(lane, frames, hosts, buffers))
-            for flat, numbers, offsets in launches:
-                ranges = [frames[number][0] for number in numbers]
-                found, event = self._move(lane, ranges, flat, offsets, store=True)
-                sums += [([numbers[one] for one in mine], totals) for mine, totals in found]
+                launches.append(self._to_device(lane, ranges, hosts, buffers))
+            sums, event = self._move_all(lane, ranges, launches, store=True)
             for index in buffers:
                 lane.frames.used(index, event)
         with self._lock:
             self._written[lane.number] = self._unseen[lane.number] = event
         return Moving(event, sums)
 
-    def _to_device(
-        self,
-        lane: _Lane,
-        frames: Sequence[tuple[KvRange, Place]],
-        hosts: list[tuple[int, memoryview]],
-        buffers: list[int],
+    def _side_by_side(
+        self, ranges: Sequence[KvRange], hosts: list[tuple[int, memoryview]]
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Frames in host memory, side by side on the device; appends to ``buffers`` what they went through."""
-        sizes = [self.frame_bytes(frames[number][0]) for number, _ in hosts]
-        offsets, total = _side_by_side(sizes)
-        flat = torch.empty(total, dtype=torch.uint8, device=self._device)
+        """Memory on the device for the frames of ``hosts``, their sizes, and where they begin."""
+        sizes = [self.frame_bytes(ranges[number]) for number, _ in hosts]
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + -(-size // 16) * 16)
+        return torch.empty(offsets.pop(), dtype=torch.uint8, device=self._device), sizes, offsets
+
+    def _to_host(
+        self,
+        ranges: Sequence[KvRange],
+        hosts: list[tuple[int, memoryview]],
+        unpinned: list[tuple[torch.Tensor, memoryview]],
+    ) -> _Launch:
+        """Frames that are to be copied on to host memory; appends to ``unpinned`` those that wait in a buffer of their own."""
+        flat, sizes, offsets = self._side_by_side(ranges, hosts)
+        targets = []
+        for (_, place), size in zip(hosts, sizes, strict=True):
+            if self._is_pinned(place):
+                targets.append(torch.frombuffer(place, dtype=torch.uint8)[:size])
+            else:
+                targets.append(pinned(size))
+                unpinned.append((targets[-1], place))
+        return _Launch(flat, [number for number, _ in hosts], offsets, targets)
+
+    def _to_device(
+        self, lane: _Lane, ranges: Sequence[KvRange], hosts: list[tuple[int, memoryview]], buffers: list[int]
+    ) -> _Launch:
+        """Frames that were in host memory; appends to ``buffers`` what they went through."""
+        flat, sizes, offsets = self._side_by_side(ranges, hosts)
         for (_, data), size, at in zip(hosts, sizes, offsets, strict=True):
             if self._is_pinned(data):
                 source = torch.frombuffer(data, dtype=torch.uint8)[:size]
@@ -280,20 +291,24 @@ class KvTransfers:
                 event.record()
                 while buffers:
                     lane.frames.used(buffers.pop(), event)
-        return flat, [number for number, _ in hosts], offsets
+        return _Launch(flat, [number for number, _ in hosts], offsets, [])
+
+    def _move_all(
+        self, lane: _Lane, ranges: Sequence[KvRange], launches: list[_Launch], *, store: bool
+    ) -> tuple[list[tuple[list[int], _Sums]], torch.cuda.Event]:
+        """Queue ``launches``, at least one: the frames of each and what their sums will be, the event behind the last."""
+        sums: list[tuple[list[int], _Sums]] = []
+        for launch in launches:
+            found, event = self._move(lane, [ranges[number] for number in launch.numbers], launch, store=store)
+            sums += [([launch.numbers[one] for one in mine], totals) for mine, totals in found]
+        return sums, event
 
     def _move(
-        self,
-        lane: _Lane,
-        ranges: list[KvRange],
-        flat: torch.Tensor,
-        offsets: list[int],
-        *,
-        store: bool,
-        copies: Sequence[tuple[int, torch.Tensor]] = (),
+        self, lane: _Lane, ranges: list[KvRange], launch: _Launch, *, store: bool
     ) -> tuple[list[tuple[list[int], _Sums]], torch.cuda.Event]:
-        """One launch a pool that has heads of a frame, and behind them ``copies`` out of ``flat``, from an offset to a tensor: the
-        ranges of each launch and what their sums will be, and the event behind the last."""
+        """One kernel a pool that has heads of a frame, and behind them the copies to the targets: the ranges of each kernel and
+        what their sums will be, and the event behind the last."""
+        flat, offsets = launch.flat, launch.offsets
         launched: list[tuple[list[int], _PlanBuffer, int]] = []
         for first_head, kv in self._pools:
             heads = kv.shape[3]
@@ -309,7 +324,7 @@ class KvTransfers:
             words.copy_(buffer.host[:size], non_blocking=True)
             move(kv, flat, plan, words, store=store)
             launched.append((mine, buffer, 2 * plan.frames))
-        for offset, target in copies:
+        for offset, target in zip(offsets, launch.targets, strict=False):  # all have one, or none
             target.copy_(flat[offset : offset + target.numel()], non_blocking=True)
         for _, buffer, words_of_sums in launched:
             buffer.host[:words_of_sums].copy_(buffer.device[:words_of_sums], non_blocking=True)
@@ -353,28 +368,15 @@ class KvTransfers:
         return lane
 
 
-_Launch = tuple[torch.Tensor, list[int], list[int]]
-"""Memory on a device, and of the frames in it their numbers and where they begin."""
-
-
 def _by_memory(frames: Sequence[tuple[KvRange, Place]]) -> tuple[list[_Launch], list[tuple[int, memoryview]]]:
     """The frames that lie on devices, by their memory, and the others with their numbers."""
     spans: dict[int, _Launch] = {}
     hosts: list[tuple[int, memoryview]] = []
     for number, (_, place) in enumerate(frames):
         if isinstance(place, Span):
-            group = spans.setdefault(id(place.region), (place.region.tensor, [], []))
-            group[1].append(number)
-            group[2].append(place.offset)
+            group = spans.setdefault(id(place.region), _Launch(place.region.tensor, [], [], []))
+            group.numbers.append(number)
+            group.offsets.append(place.offset)
         else:
             hosts.append((number, place))
     return list(spans.values()), hosts
-
-
-def _side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where frames of these sizes begin, and all they take."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // 16) * 16)
-    total = offsets.pop()
-    return offsets, total

@@ -148,6 +148,5 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     return sums
 
 
-_compiled: dict[
-    tuple[Any, ...], Any
-] = {}  # launched without looking at the arguments again: half of a frame's processor time
+# Launched without looking at the arguments again: half of a frame's processor time.
+_compiled: dict[tuple[Any, ...], Any] = {}
