@@ -8,6 +8,26 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from relay.kernels.packing import unpack_matrix
+from relay.models.config import ModelConfig
+
+
+def config_fields(config: ModelConfig) -> dict[str, Any]:
+    """The shape of ``config`` in Hugging Face's names for a Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
 
 
 def export(model: Any, target: Path) -> None:
@@ -37,29 +57,12 @@ def export(model: Any, target: Path) -> None:
     save_file(
         {k: np.ascontiguousarray(v) for k, v in tensors.items()}, str(target / "model.safetensors"), {"format": "pt"}
     )
-    (target / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": config.hidden,
-                "intermediate_size": config.intermediate,
-                "num_hidden_layers": config.num_layers,
-                "num_attention_heads": config.num_heads,
-                "num_key_value_heads": config.num_kv_heads,
-                "head_dim": config.head_dim,
-                "vocab_size": config.vocab,
-                "max_position_embeddings": config.max_positions,
-                "rms_norm_eps": config.rms_eps,
-                "rope_theta": config.rope.theta,
-                "tie_word_embeddings": config.tied_embeddings,
-                "bos_token_id": config.bos_token_id,
-                "eos_token_id": list(config.eos_token_ids),
-                "hidden_act": "silu",
-                "dtype": "float32",
-            },
-            indent=1,
-        )
-    )
+    extra = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "hidden_act": "silu",
+        "dtype": "float32",
+    }
+    (target / "config.json").write_text(json.dumps({**config_fields(config), **extra}, indent=1))
     (target / "tokenizer.json").write_text(model.tokenizer_files.json)
     (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import gpu_pack, report
+from benchmarks.export_hf import config_fields
 from benchmarks.gpu_server import Server, serving
 from benchmarks.gpu_shapes import LLAMA_8B
 from relay.models.config import ModelConfig
@@ -36,22 +37,7 @@ Result = dict[str, Any]
 def write_folder(folder: Path, config: ModelConfig, tokenizer: str) -> int:
     """A Hugging Face folder of random bf16 weights, shards side by side; returns the bytes of its tensors."""
     folder.mkdir(parents=True)
-    raw = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_eps,
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tied_embeddings,
-    }
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(config_fields(config)))
     if tokenizer:
         (folder / "tokenizer.json").write_text(tokenizer)
     noise = np.random.default_rng(0).standard_normal(1 << 24, np.float32)

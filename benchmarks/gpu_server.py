@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import free_port
+from benchmarks.servers import end, free_port
 from benchmarks.standing import LAST_LINES, Standing, matters, standings, unready
 
 READY_TIMEOUT_S = 240.0
@@ -167,9 +166,4 @@ def serving(
             server.tell()
             raise
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 10)

@@ -31,6 +31,16 @@ RESTART_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 180.0
 
 
+def end(process: "subprocess.Popen[bytes]", within_s: float) -> None:
+    """As Ctrl-C would; killed if it has not ended ``within_s``."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 @dataclass
 class Server:
     """A running server. ``ready_s``: process start to the first answered readiness probe."""
@@ -173,10 +183,5 @@ def start(name: str) -> Iterator[Server]:
             time.sleep(0.02)
         yield Server(name, url, process, time.perf_counter() - began, model)
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 30)
         log.close()

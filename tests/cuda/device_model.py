@@ -5,12 +5,12 @@ import random
 import numpy as np
 import torch
 
-from relay.kernels.backend import Batch
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.launch import shared_limit
 from relay.kernels.cuda.linear import linear
 from relay.kernels.cuda.linear_choice import tall_tile
 from relay.kernels.probe import GEOMETRY, ProbeWeights, probe_program
+from tests.cuda.batches import batch_of
 
 BLOCK = 16
 ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 129, 257)
@@ -44,19 +44,8 @@ class Model:
 
     def step(self, pieces: list[tuple[np.ndarray, int, np.ndarray, int]], cuts: tuple[int, ...] = ()) -> np.ndarray:
         """(tokens, first position, table, slot) of each row; the logits of each row's last token."""
-        counts = [len(tokens) for tokens, *_ in pieces]
-        tables = np.zeros((len(pieces), max(len(table) for _, _, table, _ in pieces)), np.int32)
-        for row, (_, _, table, _) in enumerate(pieces):
-            tables[row, : len(table)] = table
-        batch = Batch(
-            token_ids=np.concatenate([tokens for tokens, *_ in pieces]).astype(np.int32),
-            positions=np.concatenate([np.arange(at, at + len(t)) for t, at, *_ in pieces]).astype(np.int32),
-            row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            slots=np.array([slot for *_, slot in pieces], np.int32),
-            block_tables=tables,
-            sampled_rows=np.arange(len(pieces), dtype=np.int32),
-            capture_logits=True,
-        )
+        batch = batch_of(pieces)
+        batch.capture_logits = True
         for start, stop in zip([0, *cuts], [*cuts, self.ops], strict=True):
             self.backend.run(start, stop, batch)
         self.drawn = [token.token_id for token in self.backend.sample(batch)]

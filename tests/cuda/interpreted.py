@@ -53,6 +53,7 @@ from relay.kernels.sampler_math import philox_words
 from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
+from tests.cuda.batches import batch_of
 
 BLOCK = 16
 BLOCKS = 40
@@ -115,23 +116,6 @@ class Interpreted:
         logits = self.device.buffers[Buffer.L][: step.sampled]
         sample_rows(logits, step.positions, step.sampled_tokens, step.sampled_slots, self.tables, scratch, drawn, False)
         return drawn[: step.sampled, 0].tolist()
-
-
-def batch_of(pieces: list[tuple[list[int], int, list[int], int]]) -> Batch:
-    """(tokens, first position, block table, slot) of each sequence row."""
-    width = max(len(table) for _, _, table, _ in pieces)
-    tables = np.zeros((len(pieces), width), np.int32)
-    for row, (_, _, table, _) in enumerate(pieces):
-        tables[row, : len(table)] = table
-    counts = [len(tokens) for tokens, *_ in pieces]
-    return Batch(
-        token_ids=np.concatenate([tokens for tokens, *_ in pieces]).astype(np.int32),
-        positions=np.concatenate([np.arange(first, first + len(t)) for t, first, *_ in pieces]).astype(np.int32),
-        row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        slots=np.array([slot for *_, slot in pieces], np.int32),
-        block_tables=tables,
-        sampled_rows=np.arange(len(pieces), dtype=np.int32),
-    )
 
 
 def check_linear() -> None:

@@ -56,7 +56,8 @@ from relay.transfer.ipc import IpcWire
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire
 from tests.cuda import tensor_core_model
-from tests.cuda.interpreted import OneProcess, batch_of, one_at_a_time, without_a_device
+from tests.cuda.batches import batch_of
+from tests.cuda.interpreted import OneProcess, one_at_a_time, without_a_device
 
 ROWS = 32
 BLOCK, BLOCKS = 16, 16

@@ -19,7 +19,8 @@ from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.holding import hold_weights
 from relay.kernels.cuda.memory import GIB, check_device, kv_block_bytes, kv_blocks_that_fit
 from relay.kernels.probe import probe_program
-from tests.cuda.interpreted import batch_of, without_a_device
+from tests.cuda.batches import batch_of
+from tests.cuda.interpreted import without_a_device
 
 
 def test_a_machine_without_a_gpu() -> None:

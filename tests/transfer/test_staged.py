@@ -179,6 +179,13 @@ class DevicePair:
         self.target.transport.open_receive(receive_order())
         self.source.transport.open_send(send_order(self.target))
 
+    def carry(self):
+        """A whole transfer, which D completes."""
+        self.start()
+        announce(self.source)
+        self.source.transport.send_handoff(7, Handoff(token_id=1))
+        assert isinstance(self.target.event(), ReceiveCompleted)
+
 
 @pytest.fixture(params=["shm", "tcp", "ipc"])
 def scheme(request):
@@ -189,10 +196,7 @@ def scheme(request):
 def test_every_byte_arrives_through_streams(scheme, depth, parts):
     pair = DevicePair(scheme, depth, parts=parts)
     try:
-        pair.start()
-        announce(pair.source)
-        pair.source.transport.send_handoff(7, Handoff(token_id=1))
-        assert isinstance(pair.target.event(), ReceiveCompleted)
+        pair.carry()
         assert isinstance(pair.source.event(), SendAcknowledged)
         sent = pair.stores[0].tokens(SOURCE_TABLE, 100)
         assert np.array_equal(sent, pair.stores[1].tokens(TARGET_TABLE, 100))
@@ -267,10 +271,7 @@ def test_frames_that_came_meanwhile_are_written_together(scheme):
     pair = DevicePair(scheme, 6, JOINED)
     pair.stores[0].delay_s, pair.stores[1].delay_s = 0, 0.03
     try:
-        pair.start()
-        announce(pair.source)
-        pair.source.transport.send_handoff(7, Handoff(token_id=1))
-        assert isinstance(pair.target.event(), ReceiveCompleted)
+        pair.carry()
         assert np.array_equal(pair.stores[0].tokens(SOURCE_TABLE, 100), pair.stores[1].tokens(TARGET_TABLE, 100))
         assert (max(pair.stores[1].together) > 1) == (scheme != "tcp")
     finally:
@@ -331,10 +332,7 @@ class Lying:
 def test_frames_over_tcp_lie_in_memory_of_the_device_s_choice():
     pair = DevicePair("tcp", 2)
     try:
-        pair.start()
-        announce(pair.source)
-        pair.source.transport.send_handoff(7, Handoff(token_id=1))
-        assert isinstance(pair.target.event(), ReceiveCompleted)
+        pair.carry()
         source, target = pair.stores
         assert source.places
         assert all(any(place is one for one in source.allocated) for place in source.places)
@@ -346,10 +344,7 @@ def test_frames_over_tcp_lie_in_memory_of_the_device_s_choice():
 def test_the_ring_is_pinned_at_both_ends_while_it_lives():
     pair = DevicePair("shm", 2)
     try:
-        pair.start()
-        announce(pair.source)
-        pair.source.transport.send_handoff(7, Handoff(token_id=1))
-        assert isinstance(pair.target.event(), ReceiveCompleted)
+        pair.carry()
         assert [len(store.pinned) for store in pair.stores] == [1, 1]
         assert pair.stores[0].pinned[0].nbytes == pair.stores[1].pinned[0].nbytes
     finally:
