@@ -11,13 +11,19 @@ CHAOS ?= --requests 170 --faults 75 --seeds 3 --shape 1P+2D --shape 2P+2D --shap
 CHAOS_GATEWAYS ?= --gateways 2 --requests 75 --faults 30 --seed 1 --shape 1P+2D --shape 3
 CHAOS_NETNS ?= --netns --gateways 2 --requests 75 --faults 30 --seed 1 --shape 1P+2D --shape 3
 
-.PHONY: serve test check lint types contract verify sim sim-fresh chaos chaos-gateways chaos-netns resume bench tables clean
+.PHONY: serve test test-cuda check lint types contract verify sim sim-fresh chaos chaos-gateways chaos-netns resume bench tables clean
 
 serve: $(VENV)/.base
 	$(BIN)/relay serve $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Kernels and code for GPUs on a machine without one: Triton's interpreter, and compiling for sm_80 to sm_120. In a venv of its own:
+# Triton 3.6's interpreter needs numpy < 2.4. Two processes, some four minutes.
+test-cuda: $(VENV)-cuda/.ready
+	$(VENV)-cuda/bin/python -m pytest tests/cuda --ignore=tests/cuda/test_interpreted.py & others=$$!; \
+	  $(VENV)-cuda/bin/python -m pytest tests/cuda/test_interpreted.py; status=$$?; wait $$others && exit $$status
 
 check: lint types contract
 
@@ -89,6 +95,11 @@ $(VENV)/.$(EXTRAS): $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $@ $(VENV)/.base
 
+$(VENV)-cuda/.ready: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)-cuda
+	$(VENV)-cuda/bin/python -m pip install --quiet --editable ".[dev]" torch==2.13.0 "triton==3.6.*" "numpy<2.4"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-cuda build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src -name '*.so' -delete

@@ -31,6 +31,7 @@ from relay.kernels.cuda.drawing import Mode
 from relay.kernels.cuda.elementwise import silu_mul
 from relay.kernels.cuda.kv_copy import KvTransfers
 from relay.kernels.cuda.kv_move import Plan, move
+from relay.kernels.cuda.launch import HOPPER_SHARED
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
 from relay.kernels.cuda.linear_int8 import linear_int8, pack_codes, quantize, unpack_codes
@@ -480,6 +481,8 @@ def without_a_device() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         mock.patch("relay.kernels.cuda.linear_choice.use_exact_library", return_value=None),
+        mock.patch("relay.kernels.cuda.linear_choice.shared_limit", return_value=HOPPER_SHARED),
+        mock.patch("relay.kernels.cuda.attention_prefill.shared_limit", return_value=HOPPER_SHARED),
         mock.patch("relay.kernels.cuda.kv_copy.pinned", lambda size: torch.empty(size, dtype=torch.uint8)),
         mock.patch("relay.kernels.cuda.backend.check_draws"),  # has a check of its own
     ):
