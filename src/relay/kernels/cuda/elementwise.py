@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start, power_of_two_from
 from relay.kernels.cuda.launcher import Launcher, Options
 
 
@@ -47,14 +47,14 @@ def embed(
     rows, width = out.shape
     pdl = pdl_enabled()
     memory = (table, tokens, slots, last_tokens, out)
-    _embed((rows, 1, 1), memory, (), (width, triton.next_power_of_2(width), pdl), Options(pdl))
+    _embed((rows, 1, 1), memory, (), (width, power_of_two_from(width), pdl), Options(pdl))
 
 
 def silu_mul(g: torch.Tensor, out: torch.Tensor) -> None:
     """``g`` [rows, 2 * width] holds gate then up; ``out`` [rows, width]."""
     rows, width = out.shape
     pdl = pdl_enabled()
-    _silu_mul((rows, triton.cdiv(width, 1024), 1), (g, out), (), (width, 1024, pdl), Options(pdl))
+    _silu_mul((rows, -(-width // 1024), 1), (g, out), (), (width, 1024, pdl), Options(pdl))
 
 
 @triton.jit
@@ -80,5 +80,5 @@ def select_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, residual
     count, width = out.shape
     pdl = pdl_enabled()
     memory = (x, residual if residual is not None else x, rows, out)
-    constants = (width, triton.next_power_of_2(width), residual is not None, pdl)
+    constants = (width, power_of_two_from(width), residual is not None, pdl)
     _select((count, 1, 1), memory, (), constants, Options(pdl))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -260,7 +259,7 @@ def product(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Ten
     rows, depth = x.shape
     outputs = scales.shape[0]
     pdl = pdl_enabled()
-    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.tokens), 1)
+    grid = (-(-outputs // tile.outputs), -(-rows // tile.tokens), 1)
     sizes = (tile.tokens, tile.outputs, tile.depth, tile.stages)
     options = Options(pdl, tile.warps)
     if tile.hopper:

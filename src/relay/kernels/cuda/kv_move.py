@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from relay.kernels.cuda.launch import power_of_two_from
 from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.kv_frames import GOLDEN, MIX, KvRange
 
@@ -139,7 +140,7 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     memory = (kv.view(torch.int32), flat.view(torch.int32), described, sums)
     assert all(one.data_ptr() % 16 == 0 for one in memory), "the kernel is compiled for memory at multiples of 16 bytes"
     strides = (kv.stride(0) // 32, kv.stride(1) // 32)
-    constants = (heads, dim // 2, block_size, TOKENS, triton.next_power_of_2(heads * dim // 2), store)
+    constants = (heads, dim // 2, block_size, TOKENS, power_of_two_from(heads * dim // 2), store)
     _move(plan.grid, memory, strides, constants, Options(False))
     return sums
 

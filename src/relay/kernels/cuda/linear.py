@@ -115,7 +115,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, tile: LinearTile) 
     """Write x[M, K] @ w[N, K].T into ``y`` [M, N] (bf16, or fp32 to see the accumulator) with the given tile."""
     tokens, depth = x.shape
     outputs = w.shape[0]
-    grid = (triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs), 1, 1)
+    grid = (-(-tokens // tile.tokens) * -(-outputs // tile.outputs), 1, 1)
     pdl = pdl_enabled()
     sizes = (outputs, depth, x.stride(0), y.stride(0), tile.tokens, tile.outputs, tile.depth, tile.group)
     how = (tile.swap, tile.tma, depth % tile.depth == 0, tile.stages, tile.prefetch if pdl else 0, pdl)

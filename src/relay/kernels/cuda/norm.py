@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start, power_of_two_from
 from relay.kernels.cuda.launcher import Launcher, Options
 
 
@@ -72,7 +72,7 @@ def rms_norm(
     count, width = out.shape
     pdl = pdl_enabled()
     memory = (x, residual if residual is not None else x, weight, out)
-    fixed = (eps, width, triton.next_power_of_2(width), residual is not None, pdl)
+    fixed = (eps, width, power_of_two_from(width), residual is not None, pdl)
     _norm((count, 1, 1), memory, (), fixed, Options(pdl, norm_warps(width)))
 
 
@@ -113,4 +113,4 @@ def add_bias(y: torch.Tensor, bias: torch.Tensor) -> None:
     """y[r] = bf16(y[r] + bias) for every row; bias fp32."""
     rows, width = y.shape
     pdl = pdl_enabled()
-    _bias((rows, triton.cdiv(width, 1024), 1), (y, bias), (), (width, 1024, pdl), Options(pdl))
+    _bias((rows, -(-width // 1024), 1), (y, bias), (), (width, 1024, pdl), Options(pdl))

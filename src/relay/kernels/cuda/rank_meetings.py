@@ -137,7 +137,7 @@ def sum_ranks(links: Links, x: torch.Tensor, start: int, bias: torch.Tensor | No
     pdl = pdl_enabled()
     memory = (x, bias if bias is not None else links.state, links.state, *links.everyones)
     constants = (x.shape[1], bias is not None, links.rank, links.ranks, BLOCK, pdl)
-    _sum((triton.cdiv(count, BLOCK), 1, 1), memory, (count, start), constants, Options(pdl, 4))
+    _sum((-(-count // BLOCK), 1, 1), memory, (count, start), constants, Options(pdl, 4))
 
 
 def gather_ranks(links: Links, whole: torch.Tensor, start: int, firsts: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ def gather_ranks(links: Links, whole: torch.Tensor, start: int, firsts: torch.Te
     pdl = pdl_enabled()
     memory = (whole, links.state, *links.everyones, firsts)
     integers = (count, start, whole.shape[1])
-    _gather((triton.cdiv(count, BLOCK), 1, 1), memory, integers, (links.rank, links.ranks, BLOCK, pdl), Options(pdl, 4))
+    _gather((-(-count // BLOCK), 1, 1), memory, integers, (links.rank, links.ranks, BLOCK, pdl), Options(pdl, 4))
 
 
 @dataclass(frozen=True, slots=True)
