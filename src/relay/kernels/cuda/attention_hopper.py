@@ -260,6 +260,11 @@ def _l2_bytes() -> int:
     return torch.cuda.get_device_properties().L2_cache_size
 
 
+def stay_in_l2(keys: int, kv_heads: int, dim: int) -> bool:
+    """Whether K and V of so many keys do."""
+    return 4 * keys * kv_heads * dim <= _l2_bytes() // 2
+
+
 def supported(block_size: int, dim: int) -> bool:
     """Whether this kernel can read a cache of such blocks on the present device."""
     return block_size % 64 == 0 and dim in (64, 128) and torch.cuda.get_device_capability()[0] == 9
@@ -283,7 +288,7 @@ def prefill_attention(
     _, kv_heads, block_size, dim = k_cache.shape
     layout = shared_layout()
     items = work.shape[0] * kv_heads
-    shared_out = 4 * keys * kv_heads * dim <= _l2_bytes() // 2
+    shared_out = stay_in_l2(keys, kv_heads, dim)
     k, v = (Tiles(cache.view(-1, dim), (64, dim), layout) for cache in (k_cache, v_cache))
     sizes = (out.shape[1] // (kv_heads * dim), kv_heads, dim, block_size, STAGES)
     _hopper(

@@ -1,4 +1,4 @@
-"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; decode steps replayed from CUDA graphs.
+"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; steps that are not large replayed from CUDA graphs.
 
 Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
@@ -21,7 +21,7 @@ from relay.kernels.cuda.attention_prefill import tile_rows_for
 from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
-from relay.kernels.cuda.graphs import DecodeGraphs
+from relay.kernels.cuda.graphs import StepGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import OwnDevice, device_errors
 from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
@@ -81,7 +81,7 @@ class CudaBackend:
         self._staging = Staging(device)
         self._tables = new_tables(max_rows, device, self._staging)
         self._device.last_tokens = self._tables.last_tokens
-        self._graphs = DecodeGraphs(self, max_rows) if graphs else None
+        self._graphs = StepGraphs(self, max_rows, max_tokens) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
         self._meetings: Mapping[int, Meeting] = {}
@@ -224,10 +224,10 @@ class CudaBackend:
                 self._queue_draw(batch, self._step)
 
     def _begin(self, batch: Batch, whole: bool) -> None:
-        """Move the step's integers to the device; a decode step that is run whole is replayed from its graph at once."""
+        """Move the step's integers to the device; a step that is run whole, and has a graph, is replayed at once."""
         shape = shape_of(batch, self._group, self._tile_rows)
         self._replayed = False
-        if whole and self._graphs is not None and shape.only_decode and len(batch.sampled_rows) == len(shape.counts):
+        if whole and self._graphs is not None:
             step = self._graphs.replay(batch, shape, draw=self._mode == PLAIN)
             if step is not None:
                 self._step, self._replayed = step, True

@@ -32,7 +32,7 @@ from relay.kernels.program import (
     SelectRows,
     SiluMul,
 )
-from relay.kernels.ranks.split import Gather, Meeting
+from relay.kernels.ranks.split import Gather, Meeting, Sum
 
 Launch = Callable[[Step], None]
 SAMPLED = (Buffer.S, Buffer.L)  # a row for each draw, not for each token
@@ -60,13 +60,13 @@ class Device:
     caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # K and V of each layer
 
     def make_buffers(self, geometry: Geometry, rows: int, sampled: int, dtype: torch.dtype) -> None:
-        """For steps of at most ``rows`` tokens, ``sampled`` of which are drawn from."""
+        """For steps of at most ``rows`` tokens, ``sampled`` of which are drawn from. One row more, for attention's padding."""
         for layer in self.layers.values():
             layer.forget()
         for buffer in Buffer:
-            height = sampled if buffer in SAMPLED else rows
+            height = sampled if buffer in SAMPLED else rows + 1
             self.buffers[buffer] = torch.zeros(height, geometry.width(buffer), dtype=dtype, device=self.name)
-        self.product = torch.zeros(rows, geometry.hidden, dtype=dtype, device=self.name)
+        self.product = torch.zeros(rows + 1, geometry.hidden, dtype=dtype, device=self.name)
 
     def use_cache(self, kv: torch.Tensor | None) -> None:
         self.kv = kv
@@ -104,6 +104,7 @@ def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
         rows = _rows(step, Buffer.L if isinstance(meeting, Gather) else Buffer.X)
         area, start = device.links.areas[device.links.rank], device.areas.starts[index]
         height, outputs = device.buffers[Buffer.L if isinstance(meeting, Gather) else Buffer.X].shape
+        height -= isinstance(meeting, Sum)  # attention's padding meets nobody
         if isinstance(meeting, Gather):
             first, last = meeting.parts[device.links.rank]
             outputs = last - first
