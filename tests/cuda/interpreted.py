@@ -92,7 +92,7 @@ class Interpreted:
             device.buffers[buffer] = torch.full((CAPACITY, width), float("nan"), dtype=torch.bfloat16)
         device.product = torch.full((CAPACITY, GEOMETRY.hidden), float("nan"), dtype=torch.bfloat16)
         shape = (GEOMETRY.num_layers, 2, BLOCKS, GEOMETRY.num_kv_heads, BLOCK, GEOMETRY.head_dim)
-        device.kv = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        device.use_cache(torch.full(shape, float("nan"), dtype=torch.bfloat16))
         self.tables = SamplerTables(9, "cpu")
         device.last_tokens = self.tables.last_tokens
         self.launches = compile_ops(self.program, device)

@@ -26,7 +26,7 @@ from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import OwnDevice, device_errors
 from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
 from relay.kernels.cuda.memory import Allocate, Fitting, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
-from relay.kernels.cuda.ops import Device, Launch, compile_ops
+from relay.kernels.cuda.ops import SAMPLED, Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
@@ -39,8 +39,6 @@ from relay.kernels.program import Buffer, Linear, Program
 from relay.kernels.ranks.split import Meeting, met_points
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
-
-_SAMPLED = (Buffer.S, Buffer.L)
 
 
 class CudaBackend:
@@ -139,7 +137,7 @@ class CudaBackend:
                     key = (w.shape[0], w.shape[1])
                     if key not in device.layers:
                         device.layers[key] = linear_choice.LinearLayer(*key, dtype=self._type)
-                        largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
+                        largest = self._max_rows if op.dst in SAMPLED else self._max_tokens
                         device.layers[key].test(w, largest)
             check_draws(device.name, dtype=self._type)
         self._stream.synchronize()
@@ -157,7 +155,7 @@ class CudaBackend:
         g = self._program.geometry
         shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
         kv = kv_pool(shape, self._type, self._device.name, allocate)
-        self._device.kv = kv
+        self._device.use_cache(kv)
         self._transfers.use([(0, kv)])
         self._block_size = block_size
         points, ranks = self._program.sink_points, bool(self._meetings)
@@ -247,17 +245,13 @@ class CudaBackend:
         needed = max(rows, self._max_rows)
         if needed <= self._capacity:
             return
-        capacity = linear_choice.row_counts(needed)[-1]
+        self._capacity = linear_choice.row_counts(needed)[-1]
         self._stream.synchronize()
+        self._step = None
         if self._graphs is not None:
             self._graphs.forget()
-        g = self._program.geometry
-        device = self._device
-        for buffer in Buffer:
-            height = -(-self._max_rows // 256) * 256 if buffer in _SAMPLED else capacity
-            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=self._type, device=device.name)
-        device.product = torch.zeros(capacity, g.hidden, dtype=self._type, device=device.name)
-        self._capacity = capacity
+        sampled_rows = -(-self._max_rows // 256) * 256
+        self._device.make_buffers(self._program.geometry, self._capacity, sampled_rows, self._type)
 
     def launch_all(self, step: Step, draw: bool) -> None:
         """Every op and, if ``draw``, the plain sampler, on the current stream: what a graph captures."""
@@ -396,5 +390,6 @@ class CudaBackend:
         device = self._device
         for held in (device.buffers, device.scratch, device.matrices, device.scales, device.vectors):
             held.clear()  # type: ignore[attr-defined]
-        device.kv = device.product = None
+        device.use_cache(None)
+        device.product = None
         self._transfers.use([])

@@ -1,6 +1,6 @@
 """One step's integers on the device: packed on the host, moved in one copy, read by every kernel of the step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ import torch
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.attention_decode import split_count
 from relay.kernels.cuda.attention_prefill import prefill_work
+from relay.kernels.program import Buffer
 
 _ALIGN = 4  # int32 words: every array starts on 16 bytes, so kernels are compiled once
 
@@ -30,6 +31,7 @@ class Step:
     work: torch.Tensor  # int32 [prefill programs, 5]
     splits: int  # of the longest decode entry, a power of two
     keys: int = 0  # tokens of the sequences with prefill programs
+    views: dict[Buffer, torch.Tensor] = field(default_factory=dict)  # the step's rows of the backend's buffers
 
 
 class Layout:
