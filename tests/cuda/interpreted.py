@@ -55,6 +55,7 @@ from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.batches import batch_of
+from tests.cuda.paged_attention import check_tiles
 
 BLOCK = 16
 BLOCKS = 40
@@ -215,6 +216,13 @@ def check_attention() -> None:
         q = qkv[position, : group * dim].float().view(group, dim)
         weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
         assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+def check_first_of_block() -> None:
+    """The last key that a decode or a program of a prompt sees is the first of a block, tile or split; every tile of a prompt."""
+    check_tiles(16, (16, 64, 128, 512), torch.bfloat16, "cpu")
+    for dim in (64, 128):
+        check_tiles(dim, (64,), torch.float16, "cpu")
 
 
 @triton.jit
@@ -799,6 +807,7 @@ CHECKS = {
     "linear": check_linear,
     "int8": check_int8,
     "attention": check_attention,
+    "first_of_block": check_first_of_block,
     "overflow": check_overflow,
     "softmax": check_softmax,
     "rows": lambda: (check_norm(), check_silu()),

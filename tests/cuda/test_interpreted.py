@@ -23,6 +23,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "linear",
         "int8",
         "attention",
+        "first_of_block",
         "overflow",
         "softmax",
         "rows",
