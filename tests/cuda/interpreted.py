@@ -55,6 +55,7 @@ from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.batches import batch_of
+from tests.cuda.padded_steps import check_padded_steps
 from tests.cuda.paged_attention import check_tiles
 
 BLOCK = 16
@@ -800,6 +801,7 @@ CHECKS = {
     "warm": check_warm,
     "definition": check_definition,
     "backend": check_backend,
+    "padded": check_padded_steps,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,
     "threads": check_threads,

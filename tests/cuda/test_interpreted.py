@@ -34,6 +34,7 @@ if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
         "kv_copy",
         "program",
         "backend",
+        "padded",
         "float16",
         "quantized",
         "transfer",

@@ -125,7 +125,7 @@ def rope_write_kv(
     pdl = pdl_enabled()
     q_weight, k_weight, eps = norm or (cos, cos, 0.0)
     _rope(
-        (tokens, -(-q_heads + 2 * kv_heads // heads), 1),
+        (tokens, -(-(q_heads + 2 * kv_heads) // heads), 1),
         (qkv, positions, token_rows, block_tables, cos, sin, q_weight, k_weight, k_cache, v_cache),
         (block_tables.stride(0),),
         (eps, q_heads, kv_heads, dim, block_size, heads, norm is not None, pdl),
