@@ -1,6 +1,8 @@
+import itertools
 from hashlib import blake2b
 
 import numpy as np
+import pytest
 
 from relay.engine.runner import Runner
 from relay.engine.step import SlotBinding, StepPlan, StepRow
@@ -142,6 +144,45 @@ def test_the_arrays_of_a_batch():
         assert array.dtype == np.int32
         assert array.flags.c_contiguous
     assert not batch.capture_logits
+
+
+class Whole(HashBackend):
+    """Wants steps of few tokens at once."""
+
+    def __init__(self, heard):
+        super().__init__()
+        self.heard = heard
+
+    def at_once(self, batch):
+        return len(batch.token_ids) <= 4
+
+    def run(self, start, stop, batch):
+        self.heard.append((start, stop))
+        super().run(start, stop, batch)
+
+
+@pytest.mark.parametrize(("count", "whole"), [(4, True), (5, False)])
+def test_layers_of_a_step_that_runs_at_once_are_announced_behind_it(count, whole):
+    heard = []
+
+    class Sink:
+        def layer_written(self, layer, row):
+            heard.append((layer, row, "written"))
+
+    backend = Whole(heard)
+    backend.allocate_kv(8, 16)
+    runner = Runner(backend, program(), limits(num_blocks=8))
+    bound = [SlotBinding(0, PARAMS, 0, [5] * 9, [])]
+    rows = [StepRow(0, 0, count, [5] * count, False)]
+    result = runner.execute(StepPlan(1, rows, bound=bound, new_blocks=[(0, 0, 3)], num_tokens=count), Sink())
+    assert result.error is None
+    points, ops = program().sink_points, len(program().ops)
+    written = [(layer, 0, "written") for layer in range(len(points))]
+    if whole:
+        assert heard == [(0, ops), *written]
+    else:
+        ranges = itertools.pairwise([0, *points])
+        assert heard == [*itertools.chain(*zip(ranges, written, strict=True)), (points[-1], ops)]
 
 
 def test_a_step_without_sampled_rows_draws_nothing():

@@ -1,5 +1,6 @@
 """The runner: turns a ``StepPlan`` into arrays and calls the backend. Holds block tables by slot and nothing else."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import cast
@@ -34,6 +35,7 @@ class Runner:
         self._backend = backend
         self._num_ops = len(program.ops)
         self._sink_points: tuple[int, ...] = getattr(backend, "sink_points", program.sink_points)
+        self._at_once: Callable[[Batch], bool] | None = getattr(backend, "at_once", None)
         self._num_layers = program.geometry.num_layers
         self._block_size = limits.block_size
         self._tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), np.int32)  # [slots, blocks]
@@ -48,7 +50,8 @@ class Runner:
         """Compute one step up to its draw; where the backend queues its work, return before it is done.
 
         ``sink`` hears of each layer of each row with prefill tokens, right after K and V of the layer are written (or their
-        writing is queued before any read that follows; a backend for which that is later has ``sink_points`` of its own). An
+        writing is queued before any read that follows; a backend for which that is later has ``sink_points`` of its own), or
+        of all after the last where the backend runs the step ``at_once``. An
         exception of backend or sink becomes the step's failure; where a row's own binding or sink raised, its slot is blamed.
         A repeated step announces the same positions again, with the same bytes. DeviceLostError passes: nothing can be
         computed any more.
@@ -161,14 +164,19 @@ class Runner:
         )
         start = 0
         if sink is not None and prefill:
+            if self._at_once is not None and self._at_once(batch):
+                self._backend.run(0, self._num_ops, batch)
+                start = self._num_ops
             for layer, stop in enumerate(self._sink_points):
-                self._backend.run(start, stop, batch)
-                start = stop
+                if start < stop:
+                    self._backend.run(start, stop, batch)
+                    start = stop
                 for index in prefill:
                     blamed.append(plan.rows[index].slot)
                     sink.layer_written(layer, index)
                     blamed.pop()
-        self._backend.run(start, self._num_ops, batch)
+        if start < self._num_ops:
+            self._backend.run(start, self._num_ops, batch)
 
     def _logit_digests(self, batch: Batch, captured: list[bool]) -> list[bytes]:
         """One a sampled row: BLAKE2b-16 of its fp32 logits, empty for a row that does not capture."""

@@ -116,6 +116,10 @@ class QueueingBackend(Backend, Protocol):
         """Whether all that was queued for ``batch`` is done, so that ``sample`` will not wait."""
         ...
 
+    def at_once(self, batch: Batch) -> bool:
+        """Whether ``batch`` is to be run whole: a layer at a time it would take longer to queue than to compute."""
+        ...
+
     def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
         """After ``load``: KV blocks for which ``fraction`` of the device has room beside what this process holds.
         Raises DoesNotFitError for none."""

@@ -223,6 +223,9 @@ class CudaBackend:
             if stop == len(self._launches):
                 self._queue_draw(batch, self._step)
 
+    def at_once(self, batch: Batch) -> bool:
+        return self._graphs is not None and len(batch.token_ids) <= self._graphs.most_tokens
+
     def _begin(self, batch: Batch, whole: bool) -> None:
         """Move the step's integers to the device; a step that is run whole, and has a graph, is replayed at once."""
         shape = shape_of(batch, self._group, self._tile_rows)

@@ -59,6 +59,11 @@ class StepGraphs:
         self._seen: set[tuple[GraphSize, bool]] = set()  # of prompts, once
         self._pool: Any = None
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a step with prompts that has a graph, or will have one."""
+        return self._tokens[-1]
+
     def forget(self) -> None:
         """Drop all graphs: buffers they point at are about to move."""
         self._graphs.clear()

@@ -171,6 +171,10 @@ class RankedBackend:
         """Rank 0's work needs everybody's, so its end is enough. Only of backends on devices."""
         return cast(QueueingBackend, self._share.backend).ended(batch)
 
+    def at_once(self, batch: Batch) -> bool:
+        whole = getattr(self._share.backend, "at_once", None)
+        return whole is not None and bool(whole(batch))
+
     def kv_blocks_that_fit(self, block_size: int, fraction: float) -> int:
         """The least of all ranks; the error of one that has room for none. Only of backends on devices."""
         backend = cast(QueueingBackend, self._share.backend)
