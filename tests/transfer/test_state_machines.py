@@ -20,7 +20,7 @@ from relay.transfer.contract import (
     SendOrder,
     TransferLimits,
 )
-from relay.transfer.frame import FrameError, Handoff, Header, Kind, parse, seal, verify
+from relay.transfer.frame import Credit, FrameError, Handoff, Header, Kind, encode_payload, parse, seal, verify
 from relay.transfer.inproc import InprocTransport, Network
 from tests.transfer.stores import LAYOUT, ArrayStore, identity
 
@@ -244,9 +244,10 @@ def test_frames_are_split_and_coalesced(limits, chunk, expected):
     counts = []
     for first in range(0, TOKENS, chunk):
         machine.written(0, first, min(chunk, TOKENS - first))
-        while (frame := machine.next_frame()) is not None:
-            counts.append(frame.header.token_count)
+        while machine.kv_due:
+            counts.append(machine.next_frame().header.token_count)
             machine._bytes_credited = machine.bytes_sent
+        assert machine.next_frame() is None
     assert counts == expected
 
 
@@ -257,7 +258,11 @@ def joined(limits, announced):
     for layer, first, count in announced:
         machine.written(layer, first, count)
         frames.append([])
-        while (frame := machine.next_frame()) is not None:
+        while True:
+            due, frame = machine.kv_due, machine.next_frame()
+            assert due == (frame is not None), "writers sleep while it says no"
+            if frame is None:
+                break
             header = frame.header
             frames[-1].append((header.layer, header.layers, header.first_token, header.token_count))
             assert header.payload_bytes == header.layers * header.token_count * LAYOUT.token_bytes
@@ -284,6 +289,21 @@ def joined(limits, announced):
 def test_layers_join_in_one_frame(join_bytes, max_bytes, expected):
     limits = TransferLimits(256, max_bytes, 16384, join_bytes=join_bytes)
     assert joined(limits, [(0, 0, 16), (1, 0, 16), (2, 0, 16)]) == expected
+
+
+def test_no_kv_is_due_beyond_the_window_and_after_the_end():
+    machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, TransferLimits(512, 1024, 2048), 0)
+    assert not machine.kv_due
+    machine.written(0, 0, TOKENS)
+    for _ in range(2):
+        assert machine.kv_due
+        machine.next_frame()
+    assert not machine.kv_due
+    credit = encode_payload(Credit(machine.bytes_sent))
+    machine.receive(Header(Kind.CREDIT, 1, 1, 1, payload_bytes=len(credit)), credit, 0)
+    assert machine.kv_due
+    machine.abort("test")
+    assert not machine.kv_due
 
 
 def test_layers_that_are_not_alike_do_not_join():
