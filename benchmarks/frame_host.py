@@ -2,9 +2,11 @@
 
 ``python -m benchmarks.frame_host [--out FILE] [--tokens 2048,8192,32768] [--trials N] [--beside SRC] [--profile]``. No GPU: P and D
 are processes whose transports, links and channels are the engine's, with the limits of a GPU worker and an 8B shape; their stores
-copy nothing and every copy has ended when it is asked for. So what is left is the host's work alone. Three ways: ``streamed``,
-layers announced one by one in chunks of 2,048 tokens; ``after``, all layers at once and then the handoff; ``busy``, as after, while
-another thread of P computes in Python all the time, as the thread that launches steps does. ``--beside`` measures the package of
+copy nothing and every copy has ended when it is asked for. So what is left is the host's work alone. ``streamed``: layers are
+announced one by one in chunks of 2,048 tokens, by a thread that sleeps in between; ``loaded``: by one that computes in Python
+in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
+another thread of P computes in Python all the time. ``prompt_us`` is what announcing took in all, ``wall_us`` the time from the
+handoff, or from the first layer of ``after`` and ``busy``, to D's completion. ``--beside`` measures the package of
 another checkout too, transfer by transfer in turn, and gives the ratios. With the extra gpu installed the host part of a launch is
 timed as well (``launch_us``): the plan, and all of ``stage`` and ``collect`` but what torch and the driver do.
 """
@@ -39,7 +41,7 @@ LAYER_S = 0.0004  # between two layers of a streamed prompt
 AREA_BYTES = 512 << 20
 TICK_S = 0.2
 PATIENCE_S = 60
-KINDS = ("streamed", "after", "busy")
+KINDS = ("streamed", "loaded", "after", "busy")
 THREADS = {
     "p": {"MainThread": "p_announcing", "kv-send-d": "p_writer", "kv-ack-d-0": "p_answers"},
     "d": {"kv-receive": "d_reader", "kv-reply-p": "d_writer"},
@@ -208,7 +210,7 @@ def source(end: End) -> None:
     from relay.transfer.contract import SendAcknowledged, SendOrder
     from relay.transfer.frame import Handoff
 
-    def announce(transfer: int, tokens: int, chunk: int, pause_s: float) -> int:
+    def announce(transfer: int, tokens: int, chunk: int, pause: Callable[[], None]) -> int:
         """The thread's own processor time."""
         cpu_ns = 0
         table = np.arange(-(-tokens // BLOCK), dtype=np.int32)
@@ -217,10 +219,15 @@ def source(end: End) -> None:
                 before = time.thread_time_ns()
                 end.transport.layer_written(transfer, layer, first, min(chunk, tokens - first), table)
                 cpu_ns += time.thread_time_ns() - before
-                if pause_s:
-                    time.sleep(pause_s)
+                pause()
         return cpu_ns
 
+    def compute_a_layer() -> None:
+        end_ns = time.thread_time_ns() + int(LAYER_S * 1e9)
+        while time.thread_time_ns() < end_ns:
+            sum(range(200))
+
+    pauses = {"streamed": partial(time.sleep, LAYER_S), "loaded": compute_a_layer}
     over = threading.Event()
 
     def compute() -> None:
@@ -238,10 +245,11 @@ def source(end: End) -> None:
             other.start()
         end.begin()
         begin_ns = time.monotonic_ns()
-        streamed = kind == "streamed"
-        cpu_ns = announce(transfer, tokens, CHUNK if streamed else tokens, LAYER_S if streamed else 0)
+        streamed = kind in pauses
+        cpu_ns = announce(transfer, tokens, CHUNK if streamed else tokens, pauses.get(kind, lambda: None))
+        prompt_ns = time.monotonic_ns() - begin_ns
         if streamed:
-            begin_ns = time.monotonic_ns()
+            begin_ns += prompt_ns
         end.transport.send_handoff(transfer, Handoff(token_id=1))
         event = end.events.get(timeout=PATIENCE_S)
         over.set()
@@ -252,7 +260,7 @@ def source(end: End) -> None:
         time.sleep(0.002)
         figures = end.figures()
         figures["threads"]["p_announcing"] = (cpu_ns, figures["threads"].get("p_announcing", (0, 0))[1])
-        _say({**figures, "begin_ns": begin_ns, "frames": event.stats.frames})
+        _say({**figures, "begin_ns": begin_ns, "prompt_us": prompt_ns / 1e3, "frames": event.stats.frames})
     end.print_profile()
 
 
@@ -311,6 +319,7 @@ class Pair:
             figures[f"{name}_us"], figures[f"{name}_waits"] = ns / 1e3, waits
         figures["wall_us"] = (there["there_ns"] - sent["begin_ns"]) / 1e3
         return figures | {
+            "prompt_us": sent["prompt_us"],
             "frames": sent["frames"],
             "p_launches": sent["launches"],
             "d_launches": there["launches"],
@@ -335,7 +344,7 @@ def measure(pairs: dict[str, Pair], tokens: int, kind: str, trials: int) -> dict
     }
     row: dict[str, Any] = {"tokens": tokens, "kind": kind, "trials": trials}
     for name, figures in medians.items():
-        times = [key for key in figures if key.endswith("_us") and key != "wall_us"]
+        times = [key for key in figures if key.endswith("_us") and key not in ("wall_us", "prompt_us")]
         each = {f"{key}_a_frame": round(figures[key] / figures["frames"], 1) for key in times}
         row[name] = {**figures, **each}
     if len(medians) == 2:
