@@ -353,7 +353,7 @@ def measure(pairs: dict[str, Pair], tokens: int, kind: str, trials: int) -> dict
     return row
 
 
-def launch_us(trials: int = 200) -> dict[str, Any]:
+def launch_us(trials: int = 100) -> dict[str, Any]:
     """µs a call of what a launch needs before the driver is called; empty without the extra gpu."""
     try:
         import torch
@@ -419,6 +419,30 @@ def launch_us(trials: int = 200) -> dict[str, Any]:
     return found
 
 
+def launches(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
+    """``launch_us`` of each checkout, medians over rounds in turn, and how the first compares with the second."""
+    processes = {name: Process("launches", tree, profiled=False) for name, tree in trees.items()}
+    found: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
+    for _ in range(rounds):
+        for name, process in processes.items():
+            process.tell()
+            found[name].append(process.hear())
+    for process in processes.values():
+        process.close()
+    medians = {
+        name: {
+            f"{call}, {frames}": round(statistics.median(one[frames][call] for one in all_of), 1)
+            for frames in all_of[0]
+            for call in all_of[0][frames]
+        }
+        for name, all_of in found.items()
+    }
+    if len(medians) == 2:
+        ours, theirs = medians.values()
+        medians["ratio"] = {key: round(ours[key] / theirs[key], 3) for key in ours}
+    return medians
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
@@ -427,8 +451,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=15)
     parser.add_argument("--beside", type=Path, help="the src folder of another checkout")
     parser.add_argument("--profile", action="store_true", help="where P's writer and D's reader spend their time")
-    parser.add_argument("--role", choices=["p", "d"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["p", "d", "launches"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.role == "launches":
+        for _ in sys.stdin:
+            _say(launch_us())
+        return
     if arguments.role:
         end = End(arguments.role, arguments.profile)
         (source if arguments.role == "p" else target)(end)
@@ -442,7 +470,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     for pair in pairs.values():
         pair.close()
-    report.write(arguments.out, {"profiled": arguments.profile, "rows": rows, "launch_us": launch_us()})
+    report.write(arguments.out, {"profiled": arguments.profile, "rows": rows, "launch_us": launches(trees, rounds=9)})
 
 
 if __name__ == "__main__":

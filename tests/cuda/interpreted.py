@@ -30,7 +30,7 @@ from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.drawing import Mode
 from relay.kernels.cuda.elementwise import silu_mul
 from relay.kernels.cuda.kv_copy import KvTransfers
-from relay.kernels.cuda.kv_move import Plan, move
+from relay.kernels.cuda.kv_move import FIELDS, Plan, move
 from relay.kernels.cuda.launch import HOPPER_SHARED
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
@@ -357,11 +357,17 @@ def check_kv_copy() -> None:
     generator = torch.Generator().manual_seed(3)
     kv = torch.randn(4, 2, 6, 3, 16, 8, generator=generator).bfloat16()
     table = np.array([4, 1, 5], np.int32)
-    ranges = [KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table)]
+    ranges = [
+        KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table),
+        KvRange(3, 1, 11, 6, table),
+    ]  # fmt: skip
     sizes = [one.layers * 2 * one.count * 24 * 2 for one in ranges]
-    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1]]
-    flat = torch.zeros(offsets[2] + sizes[2], dtype=torch.uint8)
+    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1], 448 + sum(sizes[:3])]
+    flat = torch.zeros(offsets[3] + sizes[3], dtype=torch.uint8)
     plan = Plan(ranges, offsets, 16, 3)
+    assert len(plan.words) == plan.start + 4 * FIELDS + 2 + 1 + 2, (
+        "blocks of the first, which are the last's too, and the others"
+    )
     sums = move(kv, flat, plan, torch.from_numpy(plan.words.copy()), store=False)
     for one, offset, size, total in zip(ranges, offsets, sizes, sums.tolist(), strict=True):
         rows = kv[one.layer : one.layer + one.layers, :, torch.from_numpy(one.block_table).long()]
