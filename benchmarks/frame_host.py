@@ -7,7 +7,9 @@ announced one by one in chunks of 2,048 tokens, by a thread that sleeps in betwe
 in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
 another thread of P computes in Python all the time. ``prompt_us`` is what announcing took in all, ``wall_us`` the time from the
 handoff, or from the first layer of ``after`` and ``busy``, to D's completion. ``--beside`` measures the package of
-another checkout too, transfer by transfer in turn, and gives the ratios. With the extra gpu installed the host part of a launch is
+another checkout too, transfer by transfer in turn, and gives the ratios. With rates
+(``--gather-gb-per-s 340 --scatter-gb-per-s 1500``) copies take their time: what of a burst's wall time is neither copy is the
+links' own, waits and bubbles included. With the extra gpu installed the host part of a launch is
 timed as well (``launch_us``): the plan, and all of ``stage`` and ``collect`` but what torch and the driver do.
 """
 
@@ -64,22 +66,26 @@ class NoMemory:
 
 
 class Ended:
-    """Copies that are over; all digests are 0."""
+    """Copies that are over at ``end_s``; all digests are 0."""
 
-    def __init__(self, count: int) -> None:
-        self._sums = [0] * count
+    def __init__(self, count: int, end_s: float) -> None:
+        self._sums, self._end_s = [0] * count, end_s
 
     def wait(self) -> list[int]:
+        if self._end_s:
+            time.sleep(max(0.0, self._end_s - time.monotonic()))
         return self._sums
 
 
 class NoStore:
-    """A device's ``StagedStore`` that copies nothing."""
+    """A device's ``StagedStore`` that copies nothing. At ``rate`` bytes a second copies take time, one after the other; 0: none."""
 
     stage_depth = 12  # as the backend's
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
         self.launches = 0
+        self._rate = rate
+        self._free_s = 0.0  # when the last copy ends
 
     def register(self, region: memoryview) -> None: ...
 
@@ -90,7 +96,11 @@ class NoStore:
 
     def stage(self, frames: Sequence[Any]) -> Ended:
         self.launches += 1
-        return Ended(len(frames))
+        if not self._rate:
+            return Ended(len(frames), 0)
+        size = sum(place.size for _, place in frames)
+        self._free_s = max(self._free_s, time.monotonic()) + size / self._rate
+        return Ended(len(frames), self._free_s)
 
     collect = stage
 
@@ -124,7 +134,7 @@ class Clocks:
 class End:
     """One process's transport, which obeys lines of JSON."""
 
-    def __init__(self, role: str, profiled: bool) -> None:
+    def __init__(self, role: str, profiled: bool, rate: float) -> None:
         from relay.kernels.cpu.crc32c import crc32c
         from relay.transfer.contract import Identity, Layout
         from relay.transfer.ipc import IpcWire
@@ -136,7 +146,7 @@ class End:
         self.profiles: list[cProfile.Profile] = []
         if profiled:
             self._profile_threads()
-        self.store = NoStore()
+        self.store = NoStore(rate)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.clocks = Clocks(role)
         layout = Layout(LAYERS, HEADS, DIM, "bfloat16")
@@ -271,8 +281,8 @@ def _say(what: Any) -> None:
 class Process:
     """An end in a process of its own, with the package in ``tree``."""
 
-    def __init__(self, role: str, tree: Path, profiled: bool) -> None:
-        command = [sys.executable, "-m", "benchmarks.frame_host", "--role", role, *["--profile"] * profiled]
+    def __init__(self, role: str, tree: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.frame_host", "--role", role, *options]
         environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
@@ -300,10 +310,10 @@ class Process:
 class Pair:
     """P and D of one checkout."""
 
-    def __init__(self, tree: Path, profiled: bool) -> None:
-        self._target = Process("d", tree, profiled)
+    def __init__(self, tree: Path, options: Sequence[str]) -> None:
+        self._target = Process("d", tree, *options)
         self._addresses = self._target.hear()
-        self._source = Process("p", tree, profiled)
+        self._source = Process("p", tree, *options)
         assert self._source.hear() == "ready"
         self._transfer = 0
 
@@ -421,7 +431,7 @@ def launch_us(trials: int = 100) -> dict[str, Any]:
 
 def launches(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
     """``launch_us`` of each checkout, medians over rounds in turn, and how the first compares with the second."""
-    processes = {name: Process("launches", tree, profiled=False) for name, tree in trees.items()}
+    processes = {name: Process("launches", tree) for name, tree in trees.items()}
     found: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
     for _ in range(rounds):
         for name, process in processes.items():
@@ -451,6 +461,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=15)
     parser.add_argument("--beside", type=Path, help="the src folder of another checkout")
     parser.add_argument("--profile", action="store_true", help="where P's writer and D's reader spend their time")
+    parser.add_argument("--gather-gb-per-s", type=float, default=0, help="copies out take so long; 0: no time")
+    parser.add_argument("--scatter-gb-per-s", type=float, default=0, help="and copies in")
     parser.add_argument("--role", choices=["p", "d", "launches"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "launches":
@@ -458,11 +470,15 @@ def main() -> None:
             _say(launch_us())
         return
     if arguments.role:
-        end = End(arguments.role, arguments.profile)
+        rate = arguments.gather_gb_per_s if arguments.role == "p" else arguments.scatter_gb_per_s
+        end = End(arguments.role, arguments.profile, rate * 1e9)
         (source if arguments.role == "p" else target)(end)
         return
     trees = {"this": ROOT / "src", **({"beside": arguments.beside.resolve()} if arguments.beside else {})}
-    pairs = {name: Pair(tree, arguments.profile) for name, tree in trees.items()}
+    options = ["--profile"] * arguments.profile
+    options += ["--gather-gb-per-s", str(arguments.gather_gb_per_s)]
+    options += ["--scatter-gb-per-s", str(arguments.scatter_gb_per_s)]
+    pairs = {name: Pair(tree, options) for name, tree in trees.items()}
     rows = []
     for tokens in arguments.tokens.split(","):
         for kind in arguments.kinds.split(","):
@@ -470,7 +486,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     for pair in pairs.values():
         pair.close()
-    report.write(arguments.out, {"profiled": arguments.profile, "rows": rows, "launch_us": launches(trees, rounds=9)})
+    given = {name: getattr(arguments, name) for name in ("profile", "gather_gb_per_s", "scatter_gb_per_s")}
+    report.write(arguments.out, {**given, "rows": rows, "launch_us": launches(trees, rounds=9)})
 
 
 if __name__ == "__main__":
