@@ -7,10 +7,10 @@ announced one by one in chunks of 2,048 tokens, by a thread that sleeps in betwe
 in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
 another thread of P computes in Python all the time. ``prompt_us`` is what announcing took in all, ``wall_us`` the time from the
 handoff, or from the first layer of ``after`` and ``busy``, to D's completion. ``--beside`` measures the package of
-another checkout too, transfer by transfer in turn, and gives the ratios. With rates
-(``--gather-gb-per-s 340 --scatter-gb-per-s 1500``) copies take their time: what of a burst's wall time is neither copy is the
-links' own, waits and bubbles included. With the extra gpu installed the host part of a launch is
-timed as well (``launch_us``): the plan, and all of ``stage`` and ``collect`` but what torch and the driver do.
+another checkout too, transfer by transfer in turn, and gives the ratios. With rates and what a launch costs (``--gather-gb-per-s 340 --scatter-gb-per-s
+1500 --launch-us 120``) copies take their time: what a burst takes beyond them is the links' own, waits and bubbles included. With
+the extra gpu installed the host part of a launch is timed as well (``launch_parts_us``): the plan, and all of ``stage`` and
+``collect`` but what torch and the driver do.
 """
 
 import argparse
@@ -82,9 +82,9 @@ class NoStore:
 
     stage_depth = 12  # as the backend's
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, launch_us: float) -> None:
         self.launches = 0
-        self._rate = rate
+        self._rate, self._launch_ns = rate, int(launch_us * 1e3)
         self._free_s = 0.0  # when the last copy ends
 
     def register(self, region: memoryview) -> None: ...
@@ -96,6 +96,9 @@ class NoStore:
 
     def stage(self, frames: Sequence[Any]) -> Ended:
         self.launches += 1
+        end_ns = time.thread_time_ns() + self._launch_ns
+        while time.thread_time_ns() < end_ns:
+            pass
         if not self._rate:
             return Ended(len(frames), 0)
         size = sum(place.size for _, place in frames)
@@ -134,7 +137,7 @@ class Clocks:
 class End:
     """One process's transport, which obeys lines of JSON."""
 
-    def __init__(self, role: str, profiled: bool, rate: float) -> None:
+    def __init__(self, role: str, profiled: bool, rate: float, launch_us: float) -> None:
         from relay.kernels.cpu.crc32c import crc32c
         from relay.transfer.contract import Identity, Layout
         from relay.transfer.ipc import IpcWire
@@ -146,7 +149,7 @@ class End:
         self.profiles: list[cProfile.Profile] = []
         if profiled:
             self._profile_threads()
-        self.store = NoStore(rate)
+        self.store = NoStore(rate, launch_us)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.clocks = Clocks(role)
         layout = Layout(LAYERS, HEADS, DIM, "bfloat16")
@@ -463,6 +466,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where P's writer and D's reader spend their time")
     parser.add_argument("--gather-gb-per-s", type=float, default=0, help="copies out take so long; 0: no time")
     parser.add_argument("--scatter-gb-per-s", type=float, default=0, help="and copies in")
+    parser.add_argument(
+        "--launch-us", type=float, default=0, help="of processor time that a launch takes at either end"
+    )
     parser.add_argument("--role", choices=["p", "d", "launches"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "launches":
@@ -471,13 +477,14 @@ def main() -> None:
         return
     if arguments.role:
         rate = arguments.gather_gb_per_s if arguments.role == "p" else arguments.scatter_gb_per_s
-        end = End(arguments.role, arguments.profile, rate * 1e9)
+        end = End(arguments.role, arguments.profile, rate * 1e9, arguments.launch_us)
         (source if arguments.role == "p" else target)(end)
         return
     trees = {"this": ROOT / "src", **({"beside": arguments.beside.resolve()} if arguments.beside else {})}
     options = ["--profile"] * arguments.profile
     options += ["--gather-gb-per-s", str(arguments.gather_gb_per_s)]
     options += ["--scatter-gb-per-s", str(arguments.scatter_gb_per_s)]
+    options += ["--launch-us", str(arguments.launch_us)]
     pairs = {name: Pair(tree, options) for name, tree in trees.items()}
     rows = []
     for tokens in arguments.tokens.split(","):
@@ -486,8 +493,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     for pair in pairs.values():
         pair.close()
-    given = {name: getattr(arguments, name) for name in ("profile", "gather_gb_per_s", "scatter_gb_per_s")}
-    report.write(arguments.out, {**given, "rows": rows, "launch_us": launches(trees, rounds=9)})
+    given = {name: getattr(arguments, name) for name in ("profile", "gather_gb_per_s", "scatter_gb_per_s", "launch_us")}
+    report.write(arguments.out, {**given, "rows": rows, "launch_parts_us": launches(trees, rounds=9)})
 
 
 if __name__ == "__main__":
