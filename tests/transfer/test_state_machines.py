@@ -20,7 +20,18 @@ from relay.transfer.contract import (
     SendOrder,
     TransferLimits,
 )
-from relay.transfer.frame import Credit, FrameError, Handoff, Header, Kind, encode_payload, parse, seal, verify
+from relay.transfer.frame import (
+    Credit,
+    FrameError,
+    Handoff,
+    Header,
+    Kind,
+    decode_payload,
+    encode_payload,
+    parse,
+    seal,
+    verify,
+)
 from relay.transfer.inproc import InprocTransport, Network
 from tests.transfer.stores import LAYOUT, ArrayStore, identity
 
@@ -385,6 +396,23 @@ def test_frames_that_do_not_belong(over):
         machine = receiver.Receiver(ReceiveOrder(1, 2, "p", 1, 0, TOKENS, TARGET_TABLE), LAYOUT, LIMITS, 0)
         assert not machine.admit(msgspec.structs.replace(good, **wrong), 0)
         assert machine.reason.startswith("malformed KV frame")
+
+
+@pytest.mark.parametrize(("credit_bytes", "credits"), [(0, [512, 1024]), (256, [256, 512, 768, 1024])])
+def test_credit_comes_for_every_so_many_bytes(credit_bytes, credits):
+    limits = TransferLimits(64, 256, 1024, credit_bytes=credit_bytes)
+    machine = receiver.Receiver(ReceiveOrder(1, 1, "p", 1, 0, TOKENS, TARGET_TABLE), LAYOUT, limits, 0)
+    size = 2 * LAYOUT.token_bytes
+    for first in range(0, 16, 2):
+        header = Header(Kind.KV, 1, 1, 1, 0, 0, LAYOUT.num_kv_heads, first, 2, 0, size)
+        assert machine.admit(header, 0)
+        machine.written(header, 0)
+    assert [decode_payload(reply.payload, Credit).bytes_copied for reply in machine.take_replies()] == credits
+
+
+def test_credit_for_more_than_half_a_window_could_stall():
+    with pytest.raises(ValueError, match="credit for every"):
+        TransferLimits(1, 4, 16, credit_bytes=9)
 
 
 @pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 29, 1 << 31)])

@@ -240,9 +240,11 @@ class InboundLink:
             ended: dict[int, tuple[Reception, list[tuple[Arrived, str]]]] = {}
             for (reception, frame), problem in zip(arrived, problems, strict=True):
                 ended.setdefault(id(reception), (reception, []))[1].append((frame, problem))
-            for reception, frames in ended.values():
-                self._end_writing(reception, frames)
-            self._channel.done(len(arrived))
+            try:
+                self._channel.done(len(arrived))  # first of all: P may be waiting for just this room
+            finally:
+                for reception, frames in ended.values():
+                    self._end_writing(reception, frames)
         for reception, _ in ended.values():
             self._table.settle(reception)
         damage = next((problem for problem in problems if problem), "")

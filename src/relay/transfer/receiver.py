@@ -127,7 +127,7 @@ class Receiver:
         self.bytes_copied += header.payload_bytes
         self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)
-        if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 2:
+        if self.bytes_copied - self._bytes_credited >= (self.limits.credit_bytes or self.limits.window_bytes // 2):
             self._credit()
         self._check_complete()
 

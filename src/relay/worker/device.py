@@ -60,9 +60,13 @@ def area_bytes(total: int) -> int:
 
 def flow_of(backend: str) -> Flow:
     """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once. A
-    prompt of 256 tokens (32 MiB in Llama's 8B) is one frame, and four layers of 2,048 tokens are; in the ring a layer is."""
+    prompt of 256 tokens (32 MiB in Llama's 8B) is one frame, and four layers of 2,048 tokens are; in the ring a layer is. The
+    window is so wide that the ring or the area bounds what is under way: room comes back frame by frame, credit for several."""
     if backend == "cuda":
-        return Flow(64 << 20, TransferLimits(max_frame_bytes=128 << 20, window_bytes=384 << 20, join_bytes=32 << 20))
+        limits = TransferLimits(
+            max_frame_bytes=128 << 20, window_bytes=1 << 30, join_bytes=32 << 20, credit_bytes=192 << 20
+        )
+        return Flow(64 << 20, limits)
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 
