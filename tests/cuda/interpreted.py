@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -629,17 +629,55 @@ def check_transfer() -> None:
         stack.enter_context(mock.patch.object(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__)))
         stack.enter_context(mock.patch("relay.worker.device.flow_of", return_value=Flow(8 << 20, patient)))
         ours, theirs = multiprocessing.Pipe()
-        target = threading.Thread(target=gpu_transfer.decode_side, args=(2, 24, "cpu", theirs), daemon=True)
+        target = threading.Thread(target=gpu_transfer.decode_side, args=(2, 24, "cpu", theirs, True), daemon=True)
         target.start()
-        end = gpu_transfer.End("p", 2, 24, "cpu")
+        end = gpu_transfer.End("p", 2, 24, "cpu", timeline=True)
         assert ours.recv() == "loaded"
         end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
         for scheme in ("ipc", "shm"):
             found = gpu_transfer.row(end, ours, scheme, 24, 1)
             assert found["kv_equal"]
             assert found["scheme_used"] == scheme
+            check_timeline(found["timeline_us"])
         ours.send(None)
         target.join(60)
+
+
+def check_timeline(rows: list[list[Any]]) -> None:
+    """Every step of a frame's way is there, in the order in which it must have happened."""
+
+    def when(end: str, what: str, layers: str, tokens: str) -> float:
+        """Of the launch, or the header, of these layers."""
+        for us, at, name, detail in rows:
+            which, _, others = detail.partition(", tokens ")
+            if (at, name, others) == (end, what, tokens) and layers in which.split("layers ")[-1].split(", "):
+                return float(us)
+        raise AssertionError(f"{end} {what} of layers {layers}, tokens {tokens} is missing")
+
+    frames = [
+        detail.removeprefix("KV layers ").split(", tokens ")
+        for _, _, what, detail in rows
+        if what == "header committed" and detail.startswith("KV")
+    ]
+    assert frames
+    for layers, tokens in frames:
+        at_p = [
+            when("P", what, layers, tokens)
+            for what in ("stage called", "stage returned", "stage: wait returned", "header committed")
+        ]
+        at_d = [
+            when("D", what, layers, tokens)
+            for what in ("header read", "collect called", "collect returned", "collect: wait returned")
+        ]
+        assert at_p == sorted(at_p)
+        assert at_d == sorted(at_d)
+        assert at_p[2] < at_d[0], "a header leaves behind its payload"
+    steps = [tuple(step) for _, *step in rows]
+    assert steps.index(("D", "completed", "")) > steps.index(("P", "handoff given", ""))
+    for end, what in (("P", "header committed"), ("D", "header read")):
+        assert (end, what, "HANDOFF") in steps
+    for end, what in (("D", "header committed"), ("P", "header read")):
+        assert (end, what, "COMPLETE") in steps
 
 
 def check_threads() -> None:
