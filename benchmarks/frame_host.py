@@ -1,10 +1,10 @@
 """What a KV frame costs its threads in processor time: production links over CUDA IPC's socket, device memory that is not there.
 
-``python -m benchmarks.frame_host [--out FILE] [--tokens 2048,8192,32768] [--trials N] [--beside SRC] [--profile]``. No GPU: P and D
-are processes whose transports, links and channels are the engine's, with the limits of a GPU worker and an 8B shape; their stores
-copy nothing and every copy has ended when it is asked for. So what is left is the host's work alone. ``streamed``: layers are
-announced one by one in chunks of 2,048 tokens, by a thread that sleeps in between; ``loaded``: by one that computes in Python
-in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
+``python -m benchmarks.frame_host [--out FILE] [--tokens 2048,8192,32768] [--trials N] [--beside SRC] [--profile | --timeline]``. No
+GPU: P and D are processes whose transports, links and channels are the engine's, with the limits and the area of an H200 worker and
+an 8B shape; their stores copy nothing and every copy has ended when it is asked for. So what is left is the host's work alone.
+``streamed``: layers are announced one by one in chunks of 2,048 tokens, by a thread that sleeps in between; ``loaded``: by one that
+computes in Python in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
 another thread of P computes in Python all the time. ``prompt_us`` is what announcing took in all, ``wall_us`` the time from the
 handoff, or from the first layer of ``after`` and ``busy``, to D's completion. ``--beside`` measures the package of another
 checkout too, transfer by transfer in turn, and gives the ratios. With rates and what a launch costs (``--gather-gb-per-s 340
@@ -34,13 +34,14 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import report
+from benchmarks.transfer_timeline import Stamp, Stamps, lines_of, merged, noted_store, noted_wire
 
 ROOT = Path(__file__).parent.parent
 LAYERS, HEADS, DIM = 32, 8, 128
 BLOCK = 64
 CHUNK = 2048
 LAYER_S = 0.0004  # between two layers of a streamed prompt
-AREA_BYTES = 512 << 20
+DEVICE_BYTES = 141 << 30
 TICK_S = 0.2
 PATIENCE_S = 60
 KINDS = ("streamed", "loaded", "after", "busy")
@@ -137,12 +138,12 @@ class Clocks:
 class End:
     """One process's transport, which obeys lines of JSON."""
 
-    def __init__(self, role: str, profiled: bool, rate: float, launch_us: float) -> None:
+    def __init__(self, role: str, rate: float, launch_us: float, *, profiled: bool, timeline: bool) -> None:
         from relay.kernels.cpu.crc32c import crc32c
         from relay.transfer.contract import Identity, Layout
         from relay.transfer.ipc import IpcWire
         from relay.transfer.transport import WiredTransport
-        from relay.worker.device import flow_of
+        from relay.worker.device import area_bytes, flow_of
         from relay.worker.engine_process import SWITCH_INTERVAL_S
 
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
@@ -152,12 +153,17 @@ class End:
         self.store = NoStore(rate, launch_us)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.clocks = Clocks(role)
+        self.stamps = Stamps() if timeline else None
+        store: Any = self.store  # staged stores are asked for nothing else than it has
+        wire: Any = IpcWire("here", NoMemory(), area_bytes(DEVICE_BYTES))
+        if self.stamps is not None:
+            store, wire = noted_store(store, self.stamps), noted_wire(wire, self.stamps)
         layout = Layout(LAYERS, HEADS, DIM, "bfloat16")
         self.transport = WiredTransport(
             Identity(role, 1, "digest", "numerics", layout),
-            self.store,  # type: ignore[arg-type]  # staged stores are asked for nothing else
+            store,
             self.events.put,
-            [IpcWire("here", NoMemory(), AREA_BYTES)],
+            [wire],
             flow_of("cuda").limits,
             checksum=crc32c,
         )
@@ -183,9 +189,12 @@ class End:
             setattr(link, name, profiled)
 
     def figures(self) -> dict[str, Any]:
-        return {"threads": self.clocks.read(), "launches": self.store.launches}
+        stamps: list[Stamp] = [] if self.stamps is None else self.stamps.stop("COMPLETE")
+        return {"threads": self.clocks.read(), "launches": self.store.launches, "stamps": stamps}
 
     def begin(self) -> None:
+        if self.stamps is not None:
+            self.stamps.start()
         self.store.launches = 0
         self.clocks.start()
 
@@ -319,6 +328,7 @@ class Pair:
         self._source = Process("p", tree, *options)
         assert self._source.hear() == "ready"
         self._transfer = 0
+        self.timeline: list[list[Any]] = []
 
     def carry(self, tokens: int, kind: str) -> dict[str, float]:
         """One transfer's figures: µs of processor time and waits of each thread, µs in all, frames and launches."""
@@ -331,6 +341,9 @@ class Pair:
         for name, (ns, waits) in (sent["threads"] | there["threads"]).items():
             figures[f"{name}_us"], figures[f"{name}_waits"] = ns / 1e3, waits
         figures["wall_us"] = (there["there_ns"] - sent["begin_ns"]) / 1e3
+        if sent["stamps"]:
+            completed: Stamp = (there["there_ns"], "completed", "")
+            self.timeline = merged(sent["begin_ns"], sent["stamps"], [*there["stamps"], completed])
         return figures | {
             "prompt_us": sent["prompt_us"],
             "frames": sent["frames"],
@@ -464,6 +477,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=15)
     parser.add_argument("--beside", type=Path, help="the src folder of another checkout")
     parser.add_argument("--profile", action="store_true", help="where P's writer and D's reader spend their time")
+    parser.add_argument(
+        "--timeline", action="store_true", help="each row's last transfer step by step, on standard error"
+    )
     parser.add_argument("--gather-gb-per-s", type=float, default=0, help="copies out take so long; 0: no time")
     parser.add_argument("--scatter-gb-per-s", type=float, default=0, help="and copies in")
     parser.add_argument(
@@ -477,11 +493,17 @@ def main() -> None:
         return
     if arguments.role:
         rate = arguments.gather_gb_per_s if arguments.role == "p" else arguments.scatter_gb_per_s
-        end = End(arguments.role, arguments.profile, rate * 1e9, arguments.launch_us)
+        end = End(
+            arguments.role,
+            rate * 1e9,
+            arguments.launch_us,
+            profiled=arguments.profile,
+            timeline=arguments.timeline,
+        )
         (source if arguments.role == "p" else target)(end)
         return
     trees = {"this": ROOT / "src", **({"beside": arguments.beside.resolve()} if arguments.beside else {})}
-    options = ["--profile"] * arguments.profile
+    options = ["--profile"] * arguments.profile + ["--timeline"] * arguments.timeline
     options += ["--gather-gb-per-s", str(arguments.gather_gb_per_s)]
     options += ["--scatter-gb-per-s", str(arguments.scatter_gb_per_s)]
     options += ["--launch-us", str(arguments.launch_us)]
@@ -491,6 +513,9 @@ def main() -> None:
         for kind in arguments.kinds.split(","):
             rows.append(measure(pairs, int(tokens), kind, arguments.trials))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            for name, pair in pairs.items():
+                if pair.timeline:
+                    print(name, lines_of(pair.timeline), sep="\n", file=sys.stderr, flush=True)
     for pair in pairs.values():
         pair.close()
     given = {name: getattr(arguments, name) for name in ("profile", "gather_gb_per_s", "scatter_gb_per_s", "launch_us")}
