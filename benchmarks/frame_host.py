@@ -1,16 +1,16 @@
 """What a KV frame costs its threads in processor time: production links over CUDA IPC's socket, device memory that is not there.
 
-``python -m benchmarks.frame_host [--out FILE] [--tokens 2048,8192,32768] [--trials N] [--beside SRC] [--profile | --timeline]``. No
-GPU: P and D are processes whose transports, links and channels are the engine's, with the limits and the area of an H200 worker and
-an 8B shape; their stores copy nothing and every copy has ended when it is asked for. So what is left is the host's work alone.
-``streamed``: layers are announced one by one in chunks of 2,048 tokens, by a thread that sleeps in between; ``loaded``: by one that
-computes in Python in between, as the thread does that launches steps; ``after``: all layers at once and then the handoff; ``busy``: the same while
-another thread of P computes in Python all the time. ``prompt_us`` is what announcing took in all, ``wall_us`` the time from the
-handoff, or from the first layer of ``after`` and ``busy``, to D's completion. ``--beside`` measures the package of another
-checkout too, transfer by transfer in turn, and gives the ratios. With rates and what a launch costs (``--gather-gb-per-s 340
---scatter-gb-per-s 1500 --launch-us 120``) copies take their time: what a burst takes beyond them is the links' own, waits and
-bubbles included. With the extra gpu installed the host part of a launch is timed as well (``launch_parts_us``): the plan, and all
-of ``stage`` and ``collect`` but what torch and the driver do.
+``python -m benchmarks.frame_host [--out FILE] [--tokens 2048,8192,32768] [--trials N] [--beside SRC] [--profile | --timeline]``.
+No GPU: P and D are processes whose transports, links and channels are the engine's, with the limits and the area of an H200
+worker and an 8B shape; their stores copy nothing and every copy has ended when it is asked for. So what is left is the host's
+work alone. ``streamed``: layers are announced one by one in chunks of 2,048 tokens, by a thread that sleeps in between;
+``loaded``: by one that computes in Python in between, as the thread does that launches steps; ``after``: all layers at once and
+then the handoff; ``busy``: the same while another thread of P computes in Python all the time. ``prompt_us`` is what announcing
+took in all, ``wall_us`` the time from the handoff, or from the first layer of ``after`` and ``busy``, to D's completion.
+``--beside`` measures the package of another checkout too, transfer by transfer in turn, and gives the ratios. With rates and what
+a launch costs (``--gather-gb-per-s 340 --scatter-gb-per-s 1500 --launch-us 120``) copies take their time: what a burst takes
+beyond them is the links' own, waits and bubbles included. With the extra gpu installed the host part of a launch is timed as well
+(``launch_parts_us``): the plan, and all of ``stage`` and ``collect`` but what torch and the driver do.
 """
 
 import argparse

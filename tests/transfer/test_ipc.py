@@ -4,12 +4,14 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from relay.kernels.kv_frames import SharingFailed
+from relay.transfer import ring
 from relay.transfer.areas import MOST_AREAS, AreaPool, Mappings
 from relay.transfer.channel import ChannelClosed, read_any_frame, send_frame
 from relay.transfer.checksum import crc32c
@@ -20,6 +22,7 @@ from relay.transfer.shm import Descriptor
 from relay.transfer.stream import StreamChannel
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire
+from relay.worker.device import area_bytes, flow_of
 from tests.transfer.nodes import (
     SMALL,
     SOURCE_TABLE,
@@ -183,6 +186,20 @@ def test_areas_are_bounded(devices):
         pool.take()
     with pytest.raises(SharingFailed, match="in use or quarantined"):
         pool.take()
+
+
+@pytest.mark.parametrize("gib", [24, 80, 141])
+def test_an_area_holds_four_of_the_largest_frames(gib):
+    capacity = area_bytes(gib << 30)
+    size = min(flow_of("cuda").limits.max_frame_bytes, capacity // 4 >> 20 << 20)
+    position, free, held = 0, capacity, deque()
+    for _ in range(50):
+        while len(held) < 4:
+            record = ring.place(position, size, capacity)
+            assert record.occupied <= free, f"{len(held)} frames are under way and the next has no room"
+            position, free = record.next, free - record.occupied
+            held.append(record.occupied)
+        free += held.popleft()
 
 
 class Pair:
