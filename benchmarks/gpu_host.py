@@ -1,8 +1,9 @@
-"""Host time of steps with prompts, which are launched op by op: what the processor needs beside what the GPU needs.
+"""Host time of steps with prompts: what the processor needs beside what the GPU needs, from graphs and op by op.
 
 ``python -m benchmarks.gpu_host --out DIR [--profile]`` on a GPU; random weights. A row is one chunk of a prompt beside decode rows,
-as a colocated worker runs it. ``queue_ms``: until ``run`` returns; ``wall_ms``: until its token is there; ``device_ms``: the same
-launches from a graph; ``cut_ms``: as ``queue_ms`` where ``run`` is called a layer at a time, as P does. ``--profile``: by function.
+as a colocated worker runs it. ``queue_ms``: until ``run`` returns; ``wall_ms``: until its token is there; ``eager_ms``: as
+``queue_ms`` op by op, where the step has a graph; ``device_ms``: the same launches from a graph without padding; ``cut_ms``: as
+``queue_ms`` where ``run`` is called a layer at a time, as P does. ``--profile``: op by op, by function.
 """
 
 import argparse
@@ -60,9 +61,13 @@ def measure(backend: CudaBackend, chunk: int, decodes: int, points: list[int]) -
 
     row = {
         "queue_ms": median_ms(lambda: queue([0, ops], whole=False)),
+        "graph": backend._replayed,
         "wall_ms": median_ms(lambda: queue([0, ops], whole=True)),
         "cut_ms": median_ms(lambda: queue(points, whole=False)),
     }
+    graphs, backend._graphs = backend._graphs, None
+    row["eager_ms"] = median_ms(lambda: queue([0, ops], whole=False))
+    backend._graphs = graphs
     step = backend._step
     assert step is not None
     row["device_ms"] = round(graph_time_us(lambda: backend.launch_all(step, draw=False)) / 1e3, 3)
@@ -80,6 +85,18 @@ def main() -> None:
         backend.allocate_kv(2048, BLOCK, "bfloat16")
         for slot in range(64):
             backend.bind_slot(slot, greedy(slot), 0, [1], [])
+        free, begin = torch.cuda.mem_get_info()[0], time.perf_counter()
+        with torch.cuda.stream(backend._stream):
+            backend.reserve(4096, 64)
+            assert backend._graphs is not None
+            backend._graphs.warm_up(2048)
+        graphs = {
+            "graphs": len(backend._graphs._graphs),
+            "seconds": round(time.perf_counter() - begin, 2),
+            "mib": (free - torch.cuda.mem_get_info()[0]) >> 20,
+        }
+        print(name, graphs, flush=True)
+        report.put(f"{name}: captured at start", graphs)
         points = [0, *program.sink_points, len(program.ops)]
         table = {}
         for chunk, decodes in CHUNKS:
@@ -88,6 +105,7 @@ def main() -> None:
         report.put(name, table)
         if arguments.profile:
             batch = mixed(512, 0)
+            backend._graphs = None
             with cProfile.Profile() as profile:
                 for _ in range(RUNS):
                     backend.run(0, len(program.ops), batch)

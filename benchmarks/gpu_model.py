@@ -285,7 +285,9 @@ def time_model(
                 backend.sample(data)
                 walls.append((time.perf_counter() - begin, queued - begin))
             pipelined = time_pipelined(backend, ops, batch)
-            captured = next(c for (size, _, _), c in backend._graphs._graphs.items() if size >= batch)
+            captured = next(
+                c for (size, _), c in backend._graphs._graphs.items() if size.rows >= batch and not size.programs
+            )
             with torch.cuda.stream(backend._stream):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 times = []

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import chaos_tables
@@ -15,7 +16,7 @@ ELSEWHERE = ("multi_gpu",)  # shown in docs/several-gpus.md
 
 
 def text(folder: Path, table: Table, number: Number) -> str:
-    """Every file that a reader below knows; figures of kernels that no reader takes stay in their files."""
+    """Every file, by the readers below that know something of it."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         if path.stem in ELSEWHERE:
@@ -70,15 +71,28 @@ def steps(result: Result, table: Table, number: Number) -> list[str]:
 
 
 def attention(result: Result, table: Table, number: Number) -> list[str]:
-    """Prefill attention of each kernel, by prompt length."""
+    """Prefill attention of each kernel, by prompt length; decode attention of each tile; what was compared."""
     rows = result.get("prefill_tflops")
     if not rows:
         return []
+    decodes = result.get("decode", {})
+    tiles = list(dict.fromkeys(tile for row in decodes.values() for tile in row["share"]))
+    shares = [[name, *(f"{100 * row['share'][tile]:.1f} %" for tile in tiles)] for name, row in decodes.items()]
+    found = [
+        wrong
+        for case in result.get("different_rows", {}).values()
+        for what, wrong in case.items()
+        if what.startswith(("prefill", "decode"))
+    ]
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     cells = [
         [f"{int(tokens):,} tokens", *(number(row.get(column)) for column in columns)] for tokens, row in rows.items()
     ]
-    return [table(["prefill attention, TFLOP/s", *columns], cells)]
+    return [
+        table(["prefill attention, TFLOP/s", *columns], cells),
+        *([table(["decode attention, share of the copy rate by rows/warps/stages", *tiles], shares)] if shares else []),
+        *([f"{len(found)} comparisons of every row, {sum(map(bool, found))} with rows that differ."] if found else []),
+    ]
 
 
 def linears(result: Result, table: Table, number: Number) -> list[str]:
@@ -93,6 +107,24 @@ def linears(result: Result, table: Table, number: Number) -> list[str]:
     ]
     title = f"linears of a decode step, batch (limit {number(shown['limit_us'])} µs)"
     return [table([title, "cuBLAS, µs", "ours, µs", "ratio"], cells)]
+
+
+def tall_linears(result: Result, table: Table, number: Number) -> list[str]:
+    """The linears of 8B for prompts: the library as it comes, the library in the canon's order, the better of our tiles."""
+    rates = result.get("linear_tflops")
+    if not rates:
+        return []
+    rows, ratios = [], []
+    for name, row in rates.items():
+        ours = max(rate for kind, rate in row.items() if not kind.startswith("cublas"))
+        shape, tokens = name.split("/")
+        ratio = row["cublaslt-nosplit"] / row["cublas"]
+        ratios += [ratio] if int(tokens) >= 2048 else []
+        cells = [number(row["cublas"]), number(row["cublaslt-nosplit"]), number(ours), f"{ratio:.2f}"]
+        rows.append([f"{shape}, {int(tokens):,} tokens", *cells])
+    header = ["linears of 8B, TFLOP/s", "cuBLAS", "cuBLASLt, K not split", "ours", "second to first"]
+    mean = f"Geometric mean of the last column, {len(ratios)} shapes of 2,048 tokens and more: {geometric_mean(ratios):.2f}."
+    return [table(header, rows), mean]
 
 
 def int8_linears(result: Result, table: Table, number: Number) -> list[str]:
@@ -180,6 +212,20 @@ def compared(result: Result, table: Table, number: Number) -> list[str]:
     return [table(["path", "sequences identical", "logits rows", "KV blocks"], rows), *more] if rows else []
 
 
+def models(result: Result, table: Table, number: Number) -> list[str]:
+    """Every path of whole models, and draws beside their definition (``benchmarks.gpu_model --part check``)."""
+    rows = [
+        [f"{name.removeprefix('p4/')}, {row['checks']} paths", f"{len(row['wrong'])} differ"]
+        for name, row in result.items()
+        if name.startswith("p4/")
+    ]
+    if not rows:
+        return []
+    draws = result["sampler"]
+    rows.append([f"draws beside their definition, {draws['rows']}", f"{len(draws['wrong'])} differ"])
+    return [table(["bits compared", "found"], rows)]
+
+
 def checked(result: Result, table: Table, number: Number) -> list[str]:
     """The parts of ``benchmarks.gpu_parts``: bits of frames, the frame kernels alone, every path in float16."""
     parts = result.get("parts", {})
@@ -234,12 +280,14 @@ READERS: tuple[Reader, ...] = (
     steps,
     attention,
     linears,
+    tall_linears,
     int8_linears,
     served,
     kills,
     transfers,
     plain,
     compared,
+    models,
     checked,
     loaded,
     struck,

@@ -37,6 +37,7 @@ COMMANDS = {
     "kv_bfloat16": "python -m benchmarks.kv bfloat16",
     "scheduler": "python -m benchmarks.scheduler --json benchmarks/results/scheduler.json",
     "correctness": "python -m benchmarks.correctness --json benchmarks/results/correctness.json",
+    "install": "python -m benchmarks.install --json benchmarks/results/cpu/install.json",
     "multi_gpu": "python -m benchmarks.multi_gpu --out benchmarks/results/h200/multi_gpu.json",
 }
 SERVERS = {
@@ -310,7 +311,7 @@ def readme_figures(results: Results) -> str:
         ]
     else:
         lines.append(missing("serve"))
-    known = [name for name in ("gateway", "scheduler", "correctness") if name in results]
+    known = [name for name in ("gateway", "scheduler", "correctness", "install") if name in results]
     facts = []
     if "gateway" in known:
         facts.append(f"a streamed token costs the gateway {number(results['gateway']['cpu_us_per_token'])} µs of CPU")
@@ -320,6 +321,8 @@ def readme_figures(results: Results) -> str:
     if "correctness" in known:
         equal, rows = results["correctness"]["equal_tokens"], results["correctness"]["rows"]
         facts.append(f"{equal:,} of {rows:,} greedy tokens equal transformers fp32")
+    if "install" in known:
+        facts.append(f"the base install is {number(results['install']['base_install_mb'])} MB")
     if facts:
         text = "; ".join(facts)
         lines += ["", text[0].upper() + text[1:] + "."]

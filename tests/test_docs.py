@@ -10,6 +10,7 @@ import pytest
 
 from relay.api.types import ChatRequest, CompletionRequest
 from relay.cli.banner import first_request
+from relay.cli.main import cli
 from relay.cli.serve import serve
 from relay.errors import RelayError
 
@@ -70,6 +71,55 @@ def test_operations_names_every_flag_with_its_default() -> None:
         if isinstance(option.default, int | float | str) and not isinstance(option.default, bool):
             shown = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
             assert shown in row.split("|")[2], f"{option.opts[0]}: the default is {shown}"
+
+
+def flags_of(command: click.Command, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], set[str]]:
+    """Flags by command, ``relay`` itself being ()."""
+    found = {within: {"--help"}}
+    for option in command.params:
+        if isinstance(option, click.Option):
+            found[within].update([*option.opts, *option.secondary_opts])
+    if isinstance(command, click.Group):
+        with click.Context(command) as context:
+            for name in command.list_commands(context):
+                inner = command.get_command(context, name)
+                assert inner is not None
+                found |= flags_of(inner, (*within, name))
+    return found
+
+
+FLAGS = flags_of(cli)
+FLAG = r"(?<![\w-])--[a-z][a-z-]*"
+
+
+def unknown_flags(command: str) -> list[str]:
+    """Of a command line that begins with ``relay``."""
+    words = command.split("#")[0].split()[1:]
+    depth = max(depth for depth in range(len(words) + 1) if tuple(words[:depth]) in FLAGS)
+    return [flag for flag in re.findall(FLAG, " ".join(words)) if flag not in FLAGS[tuple(words[:depth])]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_on_the_pages_have_their_flags(page: Path) -> None:
+    text = page.read_text()
+    spans = re.findall(r"`(relay [^`]*)`", text)
+    lines = re.findall(r"^(?:\.venv/bin/)?(relay [^;|&\n]*)", text, re.MULTILINE)
+    assert not {command: unknown for command in [*spans, *lines] if (unknown := unknown_flags(command))}
+
+
+def test_operations_names_no_flag_that_is_none() -> None:
+    assert set(re.findall(FLAG, OPERATIONS)) <= set().union(*FLAGS.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "heading"),
+    [("serve", "`relay serve [MODEL]`"), ("verify", "Checking a machine"), ("chaos", "`relay chaos`")],
+)
+def test_a_commands_section_names_its_flags_and_no_others_in_its_table(command: str, heading: str) -> None:
+    section = OPERATIONS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    assert set(re.findall(FLAG, section)) >= FLAGS[(command,)] - {"--help"}
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `--")]
+    assert set(re.findall(FLAG, " ".join(rows))) <= FLAGS[(command,)]
 
 
 def test_operations_names_every_exit_code() -> None:

@@ -274,6 +274,25 @@ FAULTS = {
         ({"decode/8b": {"64": {"graph_ms": 6.21, "wall_ms": 6.76}}}, "| 64 | 6.21 | 6.76 |"),
         ({"prefill_tflops": {"8192": {"ours": 540.5}}}, "| 8,192 tokens | 540 |"),
         (
+            {
+                "prefill_tflops": {"2048": {"ours": 1.0}},
+                "decode": {"64x4096": {"us": {"16/4/3": 9.0}, "share": {"16/4/3": 0.968}}},
+                "different_rows": {"a case": {"relative_error": 0.1, "prefill chunk 7": 2, "decode (16, 4, 3)": 0}},
+            },
+            "| 64x4096 | 96.8 % |\n\n2 comparisons of every row, 1 with rows that differ.",
+        ),
+        (
+            {
+                "linear_tflops": {
+                    "o/512": {"cublas": 500.0, "cublaslt-nosplit": 100.0, "(a tile)": 400.0, "(another)": 450.0},
+                    "o/2048": {"cublas": 500.0, "cublaslt-nosplit": 450.0, "(a tile)": 400.0, "(another)": 350.0},
+                }
+            },
+            "| o, 2,048 tokens | 500 | 450 | 400 | 0.90 |\n\n"
+            "Geometric mean of the last column, 1 shapes of 2,048 tokens and more: 0.90.",
+        ),
+        ({"p4/8B": {"checks": 89, "wrong": ["x"]}, "sampler": {"rows": 9, "wrong": []}}, "| 8B, 89 paths | 1 differ |"),
+        (
             {"decode_step_linears": {"limit_us": 3297.2, "1": {"us": {"cublas": 3840.0, "best exact": 3648.0}}}},
             "| 1 | 3,840 | 3,648 | 0.95 |",
         ),

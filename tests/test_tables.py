@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import goals, tables
+from benchmarks import goals, pages, tables
 
 
 def test_the_pages_are_what_the_results_say() -> None:
@@ -154,6 +154,14 @@ def test_two_results_of_one_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder / "serve.json").write_text(json.dumps(serve_result(1.0)))
     with pytest.raises(ValueError, match="two results"):
         tables.load(tmp_path)
+
+
+def test_every_committed_result_is_shown_or_named() -> None:
+    shown = [tables.ROOT / "README.md", *(tables.ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in shown)
+    files = {path.relative_to(tables.RESULTS) for path in tables.RESULTS.rglob("*") if path.is_file()}
+    read = {tables.RESULTS / name for name in files if name.stem in tables.load()} | {pages.FOUND}
+    assert {str(name) for name in files if tables.RESULTS / name not in read and name.name not in text} == set()
 
 
 def test_splice_needs_its_markers_once() -> None:

@@ -55,6 +55,8 @@ from relay.models.config import ModelConfig, RopeConfig
 from relay.models.llama import build_program
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.batches import batch_of
+from tests.cuda.padded_steps import check_padded_steps
+from tests.cuda.paged_attention import check_tiles
 
 BLOCK = 16
 BLOCKS = 40
@@ -91,7 +93,7 @@ class Interpreted:
             device.buffers[buffer] = torch.full((CAPACITY, width), float("nan"), dtype=torch.bfloat16)
         device.product = torch.full((CAPACITY, GEOMETRY.hidden), float("nan"), dtype=torch.bfloat16)
         shape = (GEOMETRY.num_layers, 2, BLOCKS, GEOMETRY.num_kv_heads, BLOCK, GEOMETRY.head_dim)
-        device.kv = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        device.use_cache(torch.full(shape, float("nan"), dtype=torch.bfloat16))
         self.tables = SamplerTables(9, "cpu")
         device.last_tokens = self.tables.last_tokens
         self.launches = compile_ops(self.program, device)
@@ -215,6 +217,13 @@ def check_attention() -> None:
         q = qkv[position, : group * dim].float().view(group, dim)
         weights = (q @ keys[: position + 1].T * dim**-0.5).softmax(-1)
         assert torch.allclose((weights @ values[: position + 1]).view(-1), whole[position - start], atol=4e-3)
+
+
+def check_first_of_block() -> None:
+    """The last key that a decode or a program of a prompt sees is the first of a block, tile or split; every tile of a prompt."""
+    check_tiles(16, (16, 64, 128, 512), torch.bfloat16, "cpu")
+    for dim in (64, 128):
+        check_tiles(dim, (64,), torch.float16, "cpu")
 
 
 @triton.jit
@@ -836,6 +845,7 @@ CHECKS = {
     "warm": check_warm,
     "definition": check_definition,
     "backend": check_backend,
+    "padded": check_padded_steps,
     "quantized": lambda: check_backend(quantized=True),
     "transfer": check_transfer,
     "threads": check_threads,
@@ -843,6 +853,7 @@ CHECKS = {
     "linear": check_linear,
     "int8": check_int8,
     "attention": check_attention,
+    "first_of_block": check_first_of_block,
     "overflow": check_overflow,
     "softmax": check_softmax,
     "rows": lambda: (check_norm(), check_silu()),

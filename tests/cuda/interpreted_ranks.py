@@ -83,7 +83,7 @@ class Rank:
             device.buffers[buffer] = torch.full((ROWS, g.width(buffer)), float("nan"), dtype=torch.bfloat16)
         device.product = torch.full((ROWS, g.hidden), float("nan"), dtype=torch.bfloat16)
         shape = (g.num_layers, 2, BLOCKS, g.num_kv_heads, BLOCK, g.head_dim)
-        device.kv = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        device.use_cache(torch.full(shape, float("nan"), dtype=torch.bfloat16))
         device.last_tokens = torch.zeros(9, dtype=torch.int32)
         device.areas = plan_areas(part, ROWS, ROWS)
         device.links = Links(rank, ranks, areas, flags, torch.zeros(STATE_WORDS, dtype=torch.int32))

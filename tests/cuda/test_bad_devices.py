@@ -17,6 +17,7 @@ from relay.errors import DeviceLostError, DoesNotFitError, UsageError
 from relay.kernels.cuda.backend import CudaBackend
 from relay.kernels.cuda.draws import Draw, Draws
 from relay.kernels.cuda.holding import hold_weights
+from relay.kernels.cuda.launch import device_errors
 from relay.kernels.cuda.memory import GIB, check_device, kv_block_bytes, kv_blocks_that_fit
 from relay.kernels.probe import probe_program
 from tests.cuda.batches import batch_of
@@ -156,3 +157,24 @@ def test_a_cuda_error_that_is_seen_while_a_step_is_watched() -> None:
         made._draws._waiting.append(Draw(batch, [-1], host, None, event, None))
         with pytest.raises(DeviceLostError, match=r"illegal memory access was encountered; this worker ends$"):
             made.ended(batch)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_a_library_says_on_a_lost_device_is_not_the_step_s_own_fault(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLASLt on a lost context makes torch complain of its settings: only the device can say that it is gone."""
+
+    def synchronize() -> None:
+        if lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    expected, words = (
+        (DeviceLostError, r"^the GPU failed: CUDA error: an illegal memory access was encountered; this worker ends$")
+        if lost
+        else (RuntimeError, "^allow_splitk=False requires the cuBLASLt backend$")
+    )
+    with pytest.raises(expected, match=words), device_errors():
+        raise RuntimeError("allow_splitk=False requires the cuBLASLt backend")

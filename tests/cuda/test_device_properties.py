@@ -1,4 +1,4 @@
-"""P1, P2 and P5 on a CUDA device for what ``test_device`` leaves out: float16, frames of KV, resuming.
+"""P1 to P5 on a CUDA device for what ``test_device`` leaves out: float16, tiles of attention, frames of KV, resuming.
 
 ``pytest -m gpu tests/cuda`` on a machine with one. Models' heads and widths: ``test_device_paths``; int8:
 ``test_device_int8``; KV from one process's
@@ -15,6 +15,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 
 import torch
 
+from relay.kernels.cuda import attention_hopper
 from relay.kernels.cuda.launch import shared_limit
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer, probing_rows, tiles_for, use_exact_library
@@ -22,6 +23,7 @@ from relay.kernels.kv_frames import KvRange, Span, payload_digest
 from relay.kernels.probe import GEOMETRY
 from relay.protocol.sampling import SamplingParams
 from tests.cuda.device_model import BLOCK, ROWS, Model, accumulators
+from tests.cuda.paged_attention import check_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +52,12 @@ def test_float16_rows_and_tiles(outputs: int, depth: int) -> None:
         y = torch.zeros(512, outputs, dtype=torch.float16, device=device)
         layer(padded, w, y, rows)
         assert torch.equal(y[:rows], want[:rows].half()), rows
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
+def test_attention_in_the_tiles_of_every_gpu(dim: int, dtype: torch.dtype) -> None:
+    """P3 for rows and warps that this GPU would not choose, and where the last key seen is the first of a block."""
+    check_tiles(dim, (16, 64), dtype, "cuda", hopper=attention_hopper.supported(64, dim))
 
 
 class Area:

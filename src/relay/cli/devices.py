@@ -39,11 +39,13 @@ def device_lines(config: ServeConfig, model: ModelConfig, topology: Topology) ->
 
 def need_of(config: ServeConfig, model: ModelConfig) -> Need:
     """Memory of one rank of one worker, the parts that every rank repeats counted whole. What int8 leaves in 16 bits is the
-    embedding; scales are too small to count."""
+    embedding, and a rank's part of a head that is tied to it; scales are too small to count."""
     worker, ranks = config.worker, config.worker.by_role.ranks
     sizes = {item.name: 2 * item.n * item.k for item in weight_items(model) if isinstance(item, MatrixItem)}
     repeated = sizes["embed"]
     linears = (sum(sizes.values()) - repeated) // (2 if worker.quantization else 1)
+    if model.tied_embeddings and ranks > 1:
+        linears += repeated  # a rank's part of the head is a matrix of its own
     weights = repeated + linears // ranks
     context = worker.max_model_len or worker.block_size
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * worker.kv_bytes_per_value

@@ -71,14 +71,15 @@ from relay.extras import require_gpu
     type=click.Choice(KV_DTYPES),
     default="auto",
     show_default=True,
-    help="Numbers in the KV cache; auto: float32, cuda: bfloat16. bfloat16 halves it and gives other tokens.",
+    help="Numbers in the KV cache; auto: float32, cuda: that of --dtype. On CPUs bfloat16 halves it and gives other tokens.",
 )
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How KV travels; auto: shared memory on one host, else TCP. ipc: GPU to GPU first. nixl: needs the extra of that name.",
+    help="How KV travels; auto: GPU to GPU where that works, else shared memory on one host, else TCP. ipc: as auto, and GPU to "
+    "GPU must work. nixl: needs the extra of that name.",
 )
 @click.option("--seed", type=int, help="Draw the seeds of requests without one from this [default: at random].")
 @click.option("--offline", is_flag=True, help="Never touch the network.")

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from relay.kernels.cuda.attention_prefill import load_tile
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start, shared_limit
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start, shared_limit
+from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
@@ -154,6 +155,9 @@ def decode_scratch(entries: int, q_heads: int, dim: int, splits: int, device: st
     )
 
 
+_split, _fold = Launcher(split_kernel), Launcher(fold_kernel)
+
+
 def decode_attention(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -179,45 +183,14 @@ def decode_attention(
     pdl = pdl_enabled()
     c = scale * LOG2_E
     stages = stages or decode_stages(splits * kv_heads * entries, dim, shared_limit())
-    split_kernel[(splits, kv_heads, entries)](
-        qkv,
-        k_cache,
-        v_cache,
-        block_tables,
-        positions,
-        tokens,
-        rows,
-        partial,
-        stats,
-        out,
-        block_tables.stride(0),
-        qkv.stride(0),
-        c,
-        GROUP=q_heads // kv_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        BLOCK=block_size,
-        TILE=TILE,
-        SPLIT=SPLIT,
-        ROWS=tile_rows,
-        SPLITS=splits,
-        PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": warps, "num_stages": stages}),
-        **launch_options(pdl),
+    sizes = (q_heads // kv_heads, kv_heads, dim, block_size, TILE, SPLIT, tile_rows, splits)
+    _split(
+        (splits, kv_heads, entries),
+        (qkv, k_cache, v_cache, block_tables, positions, tokens, rows, partial, stats, out),
+        (block_tables.stride(0),),
+        (qkv.stride(0), c, *sizes, pdl),
+        Options(pdl, warps, stages),
     )
     if splits > 1:
-        fold_kernel[(q_heads, entries)](
-            partial,
-            stats,
-            positions,
-            tokens,
-            out,
-            c,
-            HEADS=q_heads,
-            DIM=dim,
-            SPLIT=SPLIT,
-            SPLITS=splits,
-            PDL=pdl,
-            **({} if INTERPRETED else {"num_warps": 1}),
-            **launch_options(pdl),
-        )
+        memory = (partial, stats, positions, tokens, out)
+        _fold((q_heads, entries, 1), memory, (), (c, q_heads, dim, SPLIT, splits, pdl), Options(pdl, 1))

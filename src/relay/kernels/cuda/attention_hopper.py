@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from relay.kernels.cuda.hopper_steps import advance, fold, lane_sums, lane_total, softmax
+from relay.kernels.cuda.launcher import Launcher, Options, Tiles
 from relay.kernels.cuda.softmax import LOG2_E
 
 TILE_ROWS = 128
@@ -240,6 +240,10 @@ def hopper_kernel(
     )  # fmt: skip
 
 
+_hopper = Launcher(hopper_kernel)
+
+
+@cache
 def shared_layout() -> gl.NVMMASharedLayout:
     """128-byte swizzle of 16-bit rows, as wgmma and the copy engine expect."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -254,6 +258,11 @@ def _processors() -> int:
 @cache
 def _l2_bytes() -> int:
     return torch.cuda.get_device_properties().L2_cache_size
+
+
+def stay_in_l2(keys: int, kv_heads: int, dim: int) -> bool:
+    """Whether K and V of so many keys do."""
+    return 4 * keys * kv_heads * dim <= _l2_bytes() // 2
 
 
 def supported(block_size: int, dim: int) -> bool:
@@ -279,25 +288,13 @@ def prefill_attention(
     _, kv_heads, block_size, dim = k_cache.shape
     layout = shared_layout()
     items = work.shape[0] * kv_heads
-    shared_out = 4 * keys * kv_heads * dim <= _l2_bytes() // 2
-    hopper_kernel[(min(items, _processors()) if shared_out else items,)](
-        qkv,
-        TensorDescriptor.from_tensor(k_cache.view(-1, dim), [64, dim], layout),
-        TensorDescriptor.from_tensor(v_cache.view(-1, dim), [64, dim], layout),
-        block_tables,
-        work,
-        out,
-        items,
-        block_tables.stride(0),
-        qkv.stride(0),
-        scale * LOG2_E,
-        GROUP=out.shape[1] // (kv_heads * dim),
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        BLOCK=block_size,
-        RING=STAGES,
-        SHARED=layout,
-        SHARED_OUT=shared_out,
-        num_warps=4,
-        enable_fp_fusion=False,
+    shared_out = stay_in_l2(keys, kv_heads, dim)
+    k, v = (Tiles(cache.view(-1, dim), (64, dim), layout) for cache in (k_cache, v_cache))
+    sizes = (out.shape[1] // (kv_heads * dim), kv_heads, dim, block_size, STAGES)
+    _hopper(
+        (min(items, _processors()) if shared_out else items, 1, 1),
+        (qkv, k, v, block_tables, work, out),
+        (items, block_tables.stride(0)),
+        (qkv.stride(0), scale * LOG2_E, *sizes, layout, shared_out),
+        Options(False, 4),
     )

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from relay.kernels.cuda import attention_hopper
-from relay.kernels.cuda.launch import HOPPER_SHARED, INTERPRETED, launch_options, pdl_enabled, pdl_start, shared_limit
+from relay.kernels.cuda.launch import HOPPER_SHARED, INTERPRETED, pdl_enabled, pdl_start, shared_limit
+from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.cuda.softmax import LOG2_E, LOWEST, SPLIT, TILE, fold, inverse, lane_total, tile_step
 
 
@@ -107,6 +108,9 @@ def prefill_kernel(
     tl.store(o_at, (total_acc * inverse(total_l)[:, None]).to(out.dtype.element_ty), mask=known)
 
 
+_prefill = Launcher(prefill_kernel)
+
+
 def prefill_work(
     rows: list[tuple[int, int, int, int]], group: int, tile_rows: int
 ) -> list[tuple[int, int, int, int, int]]:
@@ -137,26 +141,12 @@ def prefill_attention(
     _, kv_heads, block_size, dim = k_cache.shape
     group = out.shape[1] // (kv_heads * dim)
     pdl = pdl_enabled()
-    prefill_kernel[(work.shape[0], kv_heads)](
-        qkv,
-        k_cache,
-        v_cache,
-        block_tables,
-        work,
-        out,
-        block_tables.stride(0),
-        qkv.stride(0),
-        scale * LOG2_E,
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        BLOCK=block_size,
-        TILE=TILE,
-        SPLIT=SPLIT,
-        ROWS=tile_rows,
-        PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": warps, "num_stages": stages}),
-        **launch_options(pdl),
+    _prefill(
+        (work.shape[0], kv_heads, 1),
+        (qkv, k_cache, v_cache, block_tables, work, out),
+        (block_tables.stride(0),),
+        (qkv.stride(0), scale * LOG2_E, group, kv_heads, dim, block_size, TILE, SPLIT, tile_rows, pdl),
+        Options(pdl, warps, stages),
     )
 
 
@@ -195,6 +185,12 @@ def prefill(
     else:
         rows, warps = prefill_tile(dim, shared_limit())
         prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=rows, warps=warps, stages=2)
+
+
+def in_one_round(keys: int, k_cache: torch.Tensor) -> bool:
+    """Whether ``prefill`` lays its programs out the same for ``keys`` as for none: what a graph keeps."""
+    _, kv_heads, block_size, dim = k_cache.shape
+    return not _hopper(block_size, dim) or attention_hopper.stay_in_l2(keys, kv_heads, dim)
 
 
 def _hopper(block_size: int, dim: int) -> bool:

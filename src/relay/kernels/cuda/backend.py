@@ -1,4 +1,4 @@
-"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; decode steps replayed from CUDA graphs.
+"""The Backend on one CUDA device: bf16 (or fp16) weights, activations and KV; steps that are not large replayed from CUDA graphs.
 
 Bits: docs/decisions/0004-gpu-canon.md. A step is one host-to-device copy of integers, the launches of its ops (or one graph), the
 sampler's kernels and one copy of the drawn tokens back. Every op's result of a row depends on that row alone, so padding a
@@ -21,12 +21,12 @@ from relay.kernels.cuda.attention_prefill import tile_rows_for
 from relay.kernels.cuda.canon import gpu_parts
 from relay.kernels.cuda.drawing import PLAIN, Mode, Sampler, new_tables
 from relay.kernels.cuda.draws import Draws
-from relay.kernels.cuda.graphs import DecodeGraphs
+from relay.kernels.cuda.graphs import StepGraphs
 from relay.kernels.cuda.kv_copy import KvTransfers, Moving, Pool
 from relay.kernels.cuda.launch import OwnDevice, device_errors
 from relay.kernels.cuda.loading import coded_names, load_weights, weight_bytes
 from relay.kernels.cuda.memory import Allocate, Fitting, check_device, does_not_fit, kv_blocks_that_fit, kv_pool
-from relay.kernels.cuda.ops import Device, Launch, compile_ops
+from relay.kernels.cuda.ops import SAMPLED, Device, Launch, compile_ops
 from relay.kernels.cuda.rank_meetings import AreaPlan, Links
 from relay.kernels.cuda.sampler_check import check_draws
 from relay.kernels.cuda.staging import Staging
@@ -39,8 +39,6 @@ from relay.kernels.program import Buffer, Linear, Program
 from relay.kernels.ranks.split import Meeting, met_points
 from relay.kernels.weights import WeightSource
 from relay.protocol.sampling import SamplingParams
-
-_SAMPLED = (Buffer.S, Buffer.L)
 
 
 class CudaBackend:
@@ -83,7 +81,7 @@ class CudaBackend:
         self._staging = Staging(device)
         self._tables = new_tables(max_rows, device, self._staging)
         self._device.last_tokens = self._tables.last_tokens
-        self._graphs = DecodeGraphs(self, max_rows) if graphs else None
+        self._graphs = StepGraphs(self, max_rows, max_tokens) if graphs else None
         self._captured: np.ndarray | None = None
         self._draws = Draws(max_rows)
         self._meetings: Mapping[int, Meeting] = {}
@@ -139,7 +137,7 @@ class CudaBackend:
                     key = (w.shape[0], w.shape[1])
                     if key not in device.layers:
                         device.layers[key] = linear_choice.LinearLayer(*key, dtype=self._type)
-                        largest = self._max_rows if op.dst in _SAMPLED else self._max_tokens
+                        largest = self._max_rows if op.dst in SAMPLED else self._max_tokens
                         device.layers[key].test(w, largest)
             check_draws(device.name, dtype=self._type)
         self._stream.synchronize()
@@ -157,7 +155,7 @@ class CudaBackend:
         g = self._program.geometry
         shape = (g.num_layers, 2, num_blocks, g.num_kv_heads, block_size, g.head_dim)
         kv = kv_pool(shape, self._type, self._device.name, allocate)
-        self._device.kv = kv
+        self._device.use_cache(kv)
         self._transfers.use([(0, kv)])
         self._block_size = block_size
         points, ranks = self._program.sink_points, bool(self._meetings)
@@ -226,10 +224,10 @@ class CudaBackend:
                 self._queue_draw(batch, self._step)
 
     def _begin(self, batch: Batch, whole: bool) -> None:
-        """Move the step's integers to the device; a decode step that is run whole is replayed from its graph at once."""
+        """Move the step's integers to the device; a step that is run whole, and has a graph, is replayed at once."""
         shape = shape_of(batch, self._group, self._tile_rows)
         self._replayed = False
-        if whole and self._graphs is not None and shape.only_decode and len(batch.sampled_rows) == len(shape.counts):
+        if whole and self._graphs is not None:
             step = self._graphs.replay(batch, shape, draw=self._mode == PLAIN)
             if step is not None:
                 self._step, self._replayed = step, True
@@ -247,17 +245,13 @@ class CudaBackend:
         needed = max(rows, self._max_rows)
         if needed <= self._capacity:
             return
-        capacity = linear_choice.row_counts(needed)[-1]
+        self._capacity = linear_choice.row_counts(needed)[-1]
         self._stream.synchronize()
+        self._step = None
         if self._graphs is not None:
             self._graphs.forget()
-        g = self._program.geometry
-        device = self._device
-        for buffer in Buffer:
-            height = -(-self._max_rows // 256) * 256 if buffer in _SAMPLED else capacity
-            device.buffers[buffer] = torch.zeros(height, g.width(buffer), dtype=self._type, device=device.name)
-        device.product = torch.zeros(capacity, g.hidden, dtype=self._type, device=device.name)
-        self._capacity = capacity
+        sampled_rows = -(-self._max_rows // 256) * 256
+        self._device.make_buffers(self._program.geometry, self._capacity, sampled_rows, self._type)
 
     def launch_all(self, step: Step, draw: bool) -> None:
         """Every op and, if ``draw``, the plain sampler, on the current stream: what a graph captures."""
@@ -396,5 +390,6 @@ class CudaBackend:
         device = self._device
         for held in (device.buffers, device.scratch, device.matrices, device.scales, device.vectors):
             held.clear()  # type: ignore[attr-defined]
-        device.kv = device.product = None
+        device.use_cache(None)
+        device.product = None
         self._transfers.use([])

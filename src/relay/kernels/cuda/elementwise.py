@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start, power_of_two_from
+from relay.kernels.cuda.launcher import Launcher, Options
 
 
 @triton.jit
@@ -36,30 +37,24 @@ def silu_mul_kernel(g, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(out + r * WIDTH + c, (tl.div_rn(gate, 1.0 + e) * up).to(out.dtype.element_ty), mask=inside)
 
 
+_embed, _silu_mul = Launcher(embed_kernel), Launcher(silu_mul_kernel)
+
+
 def embed(
     table: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, out: torch.Tensor
 ) -> None:
     """``tokens`` and ``slots`` int32 [rows] (slot of each token's sequence), ``last_tokens`` int32 [slots]."""
     rows, width = out.shape
     pdl = pdl_enabled()
-    embed_kernel[(rows,)](
-        table,
-        tokens,
-        slots,
-        last_tokens,
-        out,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        PDL=pdl,
-        **launch_options(pdl),
-    )
+    memory = (table, tokens, slots, last_tokens, out)
+    _embed((rows, 1, 1), memory, (), (width, power_of_two_from(width), pdl), Options(pdl))
 
 
 def silu_mul(g: torch.Tensor, out: torch.Tensor) -> None:
     """``g`` [rows, 2 * width] holds gate then up; ``out`` [rows, width]."""
     rows, width = out.shape
     pdl = pdl_enabled()
-    silu_mul_kernel[(rows, triton.cdiv(width, 1024))](g, out, WIDTH=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+    _silu_mul((rows, -(-width // 1024), 1), (g, out), (), (width, 1024, pdl), Options(pdl))
 
 
 @triton.jit
@@ -77,18 +72,13 @@ def select_kernel(x, y, rows, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD
     tl.store(out + i * WIDTH + c, v, mask=inside)
 
 
+_select = Launcher(select_kernel)
+
+
 def select_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> None:
     """out[i] = bf16(x[rows[i]] + residual[rows[i]]); ``rows`` int32."""
     count, width = out.shape
     pdl = pdl_enabled()
-    select_kernel[(count,)](
-        x,
-        residual if residual is not None else x,
-        rows,
-        out,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        ADD=residual is not None,
-        PDL=pdl,
-        **launch_options(pdl),
-    )
+    memory = (x, residual if residual is not None else x, rows, out)
+    constants = (width, power_of_two_from(width), residual is not None, pdl)
+    _select((count, 1, 1), memory, (), constants, Options(pdl))

@@ -1,7 +1,7 @@
 """Rows of model files onto the device: several threads fill pinned buffers, one copies them in order to where they belong.
 
 Equal types are copied into the matrix itself. Other types, and rows of which only some columns are wanted, are put together on
-the device and converted there, each value rounded once.
+the device and converted there, each value rounded once. (Why such rows are read whole: docs/decisions/0017-direct-packs.md.)
 """
 
 import os

@@ -8,9 +8,9 @@ for bf16 (128 + low seven bits) - (128 or 256 by the top bit), for fp16 (1024 + 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from relay.kernels.cuda.launch import launch_options, pdl_enabled
+from relay.kernels.cuda.launch import pdl_enabled
+from relay.kernels.cuda.launcher import Launcher, Options, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +242,10 @@ def int8_hopper_kernel(
     _scale_and_store(acc, scales, y, M, N, y_stride)
 
 
+_plain, _hopper = Launcher(int8_kernel), Launcher(int8_hopper_kernel)
+
+
+@cache
 def layouts() -> tuple[gl.NVMMASharedLayout, gl.NVMMASharedLayout]:
     """Shared memory of x (128-byte swizzle of 16-bit rows) and of packed words (as they lie)."""
     return (
@@ -255,30 +259,14 @@ def product(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, y: torch.Ten
     rows, depth = x.shape
     outputs = scales.shape[0]
     pdl = pdl_enabled()
-    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.tokens))
-    common = {
-        "TOKENS": tile.tokens,
-        "OUTPUTS": tile.outputs,
-        "DEPTH": tile.depth,
-        "STAGES": tile.stages,
-        "PDL": pdl,
-        "num_warps": tile.warps,
-        **launch_options(pdl),
-    }
+    grid = (-(-outputs // tile.outputs), -(-rows // tile.tokens), 1)
+    sizes = (tile.tokens, tile.outputs, tile.depth, tile.stages)
+    options = Options(pdl, tile.warps)
     if tile.hopper:
         x_layout, w_layout = layouts()
-        box = [tile.outputs // 16, tile.depth // 32, 128]
-        int8_hopper_kernel[grid](
-            TensorDescriptor.from_tensor(x, [tile.tokens, tile.depth], x_layout),
-            TensorDescriptor.from_tensor(w.view(w.shape[0], -1, 128), box, w_layout),
-            scales,
-            y,
-            rows,
-            outputs,
-            depth,
-            y.stride(0),
-            **common,
-        )
+        box = (tile.outputs // 16, tile.depth // 32, 128)
+        operands = (Tiles(x, (tile.tokens, tile.depth), x_layout), Tiles(w.view(w.shape[0], -1, 128), box, w_layout))
+        _hopper(grid, (*operands, scales, y), (rows,), (outputs, depth, y.stride(0), *sizes, pdl), options)
         return
-    even = depth % tile.depth == 0
-    int8_kernel[grid](x, w, scales, y, rows, outputs, depth, x.stride(0), y.stride(0), EVEN=even, **common)
+    strides = (outputs, depth, x.stride(0), y.stride(0))
+    _plain(grid, (x, w, scales, y), (rows,), (*strides, *sizes, depth % tile.depth == 0, pdl), options)

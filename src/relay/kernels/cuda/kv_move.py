@@ -7,13 +7,14 @@ the frames'. Frames and caches may lie in memory of another process or another G
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from relay.kernels.cuda.launch import power_of_two_from
+from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.kv_frames import GOLDEN, MIX, KvRange
 
 TOKENS = 8  # of one program
@@ -142,14 +143,9 @@ def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, 
     memory = (kv.view(torch.int32), flat.view(torch.int32), described, sums)
     assert all(one.data_ptr() % 16 == 0 for one in memory), "the kernel is compiled for memory at multiples of 16 bytes"
     strides = (kv.stride(0) // 32, kv.stride(1) // 32)
-    constants = (heads, dim // 2, block_size, TOKENS, triton.next_power_of_2(heads * dim // 2), store)
-    compiled = _compiled.get((kv.device, *constants))
-    if compiled is not None:
-        compiled[plan.grid](*memory, *strides, *constants)
-    else:
-        _compiled[kv.device, *constants] = move_kernel[plan.grid](*memory, *strides, *constants)
+    constants = (heads, dim // 2, block_size, TOKENS, power_of_two_from(heads * dim // 2), store)
+    _move(plan.grid, memory, strides, constants, Options(False))
     return sums
 
 
-# Launched without looking at the arguments again: half of a frame's processor time.
-_compiled: dict[tuple[Any, ...], Any] = {}
+_move = Launcher(move_kernel)

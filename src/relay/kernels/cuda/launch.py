@@ -51,6 +51,11 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     return {"enable_fp_fusion": False, "launch_pdl": pdl}
 
 
+def power_of_two_from(number: int) -> int:
+    """The least that is not below ``number``. (Triton's own costs as much as half a launch.)"""
+    return 1 << (number - 1).bit_length()
+
+
 @functools.cache
 def shared_limit() -> int:
     """Bytes of shared memory that a program may have on this thread's device: what Triton compares a kernel's need with.
@@ -77,12 +82,24 @@ def watch_compiler(before: Callable[[], None], after: Callable[[], None]) -> Non
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether ``error`` leaves the CUDA context unusable, as every CUDA error does but a lack of memory."""
+    """Whether ``error`` says that the CUDA context is unusable, as every CUDA error does but a lack of memory."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return False
     return isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "Triton Error [CUDA]", "CUDA driver"))
     )
+
+
+def lost_by(error: Exception) -> Exception | None:
+    """The error of a lost device that ``error`` is, or is a consequence of: a library that meets one may raise something else."""
+    if is_device_lost(error):
+        return error
+    if isinstance(error, RuntimeError) and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except Exception as found:
+            return found if is_device_lost(found) else None
+    return None
 
 
 @contextlib.contextmanager
@@ -96,8 +113,9 @@ def device_errors() -> Iterator[None]:
             "serve with another GPU or --backend cpu, and please report the GPU's name"
         ) from error
     except Exception as error:
-        if is_device_lost(error):
-            first = str(error).splitlines()[0]
+        lost = lost_by(error)
+        if lost is not None:
+            first = str(lost).splitlines()[0]
             raise DeviceLostError(f"the GPU failed: {first}; this worker ends") from error
         raise
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from relay.kernels.cuda.launch import launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start
+from relay.kernels.cuda.launcher import Launcher, Options, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,32 +108,16 @@ def linear_kernel(
     tl.store(out, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
+_linear = Launcher(linear_kernel)
+
+
 def linear(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, tile: LinearTile) -> None:
     """Write x[M, K] @ w[N, K].T into ``y`` [M, N] (bf16, or fp32 to see the accumulator) with the given tile."""
     tokens, depth = x.shape
     outputs = w.shape[0]
-    grid = (triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs),)
+    grid = (-(-tokens // tile.tokens) * -(-outputs // tile.outputs), 1, 1)
     pdl = pdl_enabled()
-    linear_kernel[grid](
-        TensorDescriptor.from_tensor(x, [tile.tokens, tile.depth]) if tile.tma else x,
-        TensorDescriptor.from_tensor(w, [tile.outputs, tile.depth]) if tile.tma else w,
-        w,
-        y,
-        tokens,
-        outputs,
-        depth,
-        x.stride(0),
-        y.stride(0),
-        TOKENS=tile.tokens,
-        OUTPUTS=tile.outputs,
-        DEPTH=tile.depth,
-        GROUP=tile.group,
-        SWAP=tile.swap,
-        TMA=tile.tma,
-        EVEN=depth % tile.depth == 0,
-        STAGES=tile.stages,
-        PREFETCH=tile.prefetch if pdl else 0,
-        PDL=pdl,
-        num_warps=tile.warps,
-        **launch_options(pdl),
-    )
+    sizes = (outputs, depth, x.stride(0), y.stride(0), tile.tokens, tile.outputs, tile.depth, tile.group)
+    how = (tile.swap, tile.tma, depth % tile.depth == 0, tile.stages, tile.prefetch if pdl else 0, pdl)
+    operands = (Tiles(x, (tile.tokens, tile.depth)), Tiles(w, (tile.outputs, tile.depth))) if tile.tma else (x, w)
+    _linear(grid, (*operands, w, y), (tokens,), sizes + how, Options(pdl, tile.warps))

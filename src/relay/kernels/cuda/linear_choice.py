@@ -94,6 +94,7 @@ class LinearLayer:
         self._from = library_from(outputs, depth)
         self.tested: list[int] = []
         self.failed: list[int] = []
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
 
     def test(self, w: torch.Tensor, largest: int) -> None:
         """Compare the library with the Triton kernel at every number of rows up to ``largest``."""
@@ -120,13 +121,25 @@ class LinearLayer:
             return
         padded = self.padded(rows)
         if padded is not None and padded <= x.shape[0]:
-            torch.mm(x[:padded], w.t(), out=y[:padded])
+            torch.mm(self._first(x, padded), self._first(w, 0), out=self._first(y, padded))
             return
         for size, tile in self._tiles.items():
             if rows <= size:
                 linear(x[:rows], w, y[:rows], tile)
                 return
         linear(x[:rows], w, y[:rows], self._tall)
+
+    def _first(self, matrix: torch.Tensor, rows: int) -> torch.Tensor:
+        """The first ``rows`` of a buffer; with 0 a weight, transposed. Kept: a view costs as much of a processor as a launch."""
+        key = (matrix.data_ptr(), rows)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = matrix[:rows] if rows else matrix.t()
+        return view
+
+    def forget(self) -> None:
+        """Buffers are about to move."""
+        self._views.clear()
 
 
 def probing_rows(rows: int, depth: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

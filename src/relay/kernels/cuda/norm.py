@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start, power_of_two_from
+from relay.kernels.cuda.launcher import Launcher, Options
 
 
 @triton.jit
@@ -48,6 +49,9 @@ def norm_kernel(
     tl.store(out + r * WIDTH + c, ((v * s) * g).to(out.dtype.element_ty), mask=inside)
 
 
+_norm = Launcher(norm_kernel)
+
+
 def norm_warps(width: int) -> int:
     """Warps of a row's program: part of the canon, a function of the width alone."""
     return 4 if width <= 2048 else 8
@@ -67,19 +71,9 @@ def rms_norm(
     """
     count, width = out.shape
     pdl = pdl_enabled()
-    norm_kernel[(count,)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        out,
-        eps,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        ADD=residual is not None,
-        PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": norm_warps(width)}),
-        **launch_options(pdl),
-    )
+    memory = (x, residual if residual is not None else x, weight, out)
+    fixed = (eps, width, power_of_two_from(width), residual is not None, pdl)
+    _norm((count, 1, 1), memory, (), fixed, Options(pdl, norm_warps(width)))
 
 
 @triton.jit
@@ -104,16 +98,19 @@ def bias_kernel(y, bias, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.const
     tl.store(y + r * WIDTH + c, (v + b).to(y.dtype.element_ty), mask=inside)
 
 
+_add, _bias = Launcher(add_kernel), Launcher(bias_kernel)
+
+
 def add_residual(x: torch.Tensor, y: torch.Tensor) -> None:
     """x = bf16(x + y); shapes [rows, width], contiguous."""
     width = x.shape[1]
     count = 64 if width % 64 == 0 else 16
     pdl = pdl_enabled()
-    add_kernel[(x.numel() // count,)](x, y, COUNT=count, PDL=pdl, **launch_options(pdl))
+    _add((x.numel() // count, 1, 1), (x, y), (), (count, pdl), Options(pdl))
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor) -> None:
     """y[r] = bf16(y[r] + bias) for every row; bias fp32."""
     rows, width = y.shape
     pdl = pdl_enabled()
-    bias_kernel[(rows, triton.cdiv(width, 1024))](y, bias, WIDTH=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+    _bias((rows, -(-width // 1024), 1), (y, bias), (), (width, 1024, pdl), Options(pdl))

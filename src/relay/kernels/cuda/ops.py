@@ -22,6 +22,7 @@ from relay.kernels.program import (
     Attend,
     Buffer,
     Embed,
+    Geometry,
     HeadNorm,
     Linear,
     Op,
@@ -31,9 +32,10 @@ from relay.kernels.program import (
     SelectRows,
     SiluMul,
 )
-from relay.kernels.ranks.split import Gather, Meeting
+from relay.kernels.ranks.split import Gather, Meeting, Sum
 
 Launch = Callable[[Step], None]
+SAMPLED = (Buffer.S, Buffer.L)  # a row for each draw, not for each token
 
 
 @dataclass(slots=True)
@@ -55,11 +57,20 @@ class Device:
     max_decodes: int = 256
     links: Links | None = None  # to the other ranks of this worker
     areas: AreaPlan | None = None
+    caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # K and V of each layer
 
-    def cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer."""
-        assert self.kv is not None
-        return self.kv[layer, 0], self.kv[layer, 1]
+    def make_buffers(self, geometry: Geometry, rows: int, sampled: int, dtype: torch.dtype) -> None:
+        """For steps of at most ``rows`` tokens, ``sampled`` of which are drawn from. One row more, for attention's padding."""
+        for layer in self.layers.values():
+            layer.forget()
+        for buffer in Buffer:
+            height = sampled if buffer in SAMPLED else rows + 1
+            self.buffers[buffer] = torch.zeros(height, geometry.width(buffer), dtype=dtype, device=self.name)
+        self.product = torch.zeros(rows + 1, geometry.hidden, dtype=dtype, device=self.name)
+
+    def use_cache(self, kv: torch.Tensor | None) -> None:
+        self.kv = kv
+        self.caches = [] if kv is None else [(layer[0], layer[1]) for layer in kv]
 
     def decode_scratch(self, heads: int, dim: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Partials for the most decode entries a step may have; one pair for each number of splits, so that graphs may keep it."""
@@ -93,6 +104,7 @@ def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
         rows = _rows(step, Buffer.L if isinstance(meeting, Gather) else Buffer.X)
         area, start = device.links.areas[device.links.rank], device.areas.starts[index]
         height, outputs = device.buffers[Buffer.L if isinstance(meeting, Gather) else Buffer.X].shape
+        height -= isinstance(meeting, Sum)  # attention's padding meets nobody
         if isinstance(meeting, Gather):
             first, last = meeting.parts[device.links.rank]
             outputs = last - first
@@ -100,10 +112,10 @@ def _meeting(op: Op, index: int, meeting: Meeting, device: Device) -> Launch:
         if isinstance(meeting, Gather):
             if rows == 0:  # nothing is sampled, on any rank: there is nobody to meet
                 return
-            gather_ranks(device.links, device.buffers[Buffer.L][:rows], start, firsts)
+            gather_ranks(device.links, _view(step, device, Buffer.L), start, firsts)
         else:
             bias = None if meeting.bias is None else device.vectors[meeting.bias]
-            sum_ranks(device.links, device.buffers[Buffer.X][:rows], start, bias)
+            sum_ranks(device.links, _view(step, device, Buffer.X), start, bias)
 
     return launch
 
@@ -119,14 +131,14 @@ def _compile(program: Program, index: int, device: Device) -> Launch:
                 step.token_ids,
                 step.token_slots,
                 _last(device),
-                device.buffers[dst][: step.rows],
+                _view(step, device, dst),
             )
         case RmsNorm(src, dst, weight, eps):
             pending = src is Buffer.X and _accumulates(before)
             return lambda step: rms_norm(
-                device.buffers[src][: _rows(step, src)],
+                _view(step, device, src),
                 device.vectors[weight],
-                device.buffers[dst][: _rows(step, dst)],
+                _view(step, device, dst),
                 eps,
                 residual=device.product if pending else None,
             )
@@ -141,13 +153,13 @@ def _compile(program: Program, index: int, device: Device) -> Launch:
         case Attend(layer, scale):
             return _attend(program, layer, scale, device)
         case SiluMul():
-            return lambda step: silu_mul(device.buffers[Buffer.G][: step.rows], device.buffers[Buffer.U][: step.rows])
+            return lambda step: silu_mul(_view(step, device, Buffer.G), _view(step, device, Buffer.U))
         case SelectRows(src, dst):
             pending = src is Buffer.X and _accumulates(before)
             return lambda step: select_rows(
                 device.buffers[src],
                 step.sampled_tokens,
-                device.buffers[dst][: step.sampled],
+                _view(step, device, dst),
                 device.product if pending else None,
             )
 
@@ -183,12 +195,12 @@ def _rope(program: Program, layer: int, before: Op | None, device: Device) -> La
     heads = program.geometry.num_heads
 
     def launch(step: Step) -> None:
-        k_cache, v_cache = device.cache(layer)
+        k_cache, v_cache = device.caches[layer]
         norm = None
         if isinstance(before, HeadNorm):
             norm = (device.vectors[before.q_weight], device.vectors[before.k_weight], before.eps)
         rope_write_kv(
-            device.buffers[Buffer.QKV][: step.rows],
+            _view(step, device, Buffer.QKV),
             step.positions,
             step.token_rows,
             step.block_tables,
@@ -207,7 +219,7 @@ def _attend(program: Program, layer: int, scale: float, device: Device) -> Launc
     heads, dim = program.geometry.num_heads, program.geometry.head_dim
 
     def launch(step: Step) -> None:
-        k_cache, v_cache = device.cache(layer)
+        k_cache, v_cache = device.caches[layer]
         qkv, out = device.buffers[Buffer.QKV], device.buffers[Buffer.A]
         if len(step.decode_tokens):
             attention_decode.decode_attention(
@@ -234,7 +246,15 @@ def _accumulates(op: Op | None) -> bool:
 
 
 def _rows(step: Step, buffer: Buffer) -> int:
-    return step.sampled if buffer in (Buffer.S, Buffer.L) else step.rows
+    return step.sampled if buffer in SAMPLED else step.rows
+
+
+def _view(step: Step, device: Device, buffer: Buffer) -> torch.Tensor:
+    """The rows of ``buffer`` that the step has."""
+    view = step.views.get(buffer)
+    if view is None:
+        view = step.views[buffer] = device.buffers[buffer][: _rows(step, buffer)]
+    return view
 
 
 def _last(device: Device) -> torch.Tensor:

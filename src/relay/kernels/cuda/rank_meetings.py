@@ -11,13 +11,14 @@ by meeting: whoever writes an area again has been told that every peer came to t
 read it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start
+from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.ranks.split import Gather, RankProgram, Sum
 
 MAX_RANKS = 8
@@ -38,9 +39,12 @@ class Links:
     flags: list[torch.Tensor]
     state: torch.Tensor
 
-    def padded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As many arguments as the kernels have; those beyond the ranks are never used."""
-        return tensors + tensors[:1] * (MAX_RANKS - self.ranks)
+    everyones: tuple[torch.Tensor, ...] = field(init=False)
+    """Areas, then flags, as many as the kernels have arguments; those beyond the ranks are never used."""
+
+    def __post_init__(self) -> None:
+        none = MAX_RANKS - self.ranks
+        self.everyones = (*self.areas, *self.areas[:1] * none, *self.flags, *self.flags[:1] * none)
 
 
 @triton.jit
@@ -124,27 +128,25 @@ def gather_kernel(
     _leave(state, epoch)
 
 
+_sum, _gather = Launcher(sum_kernel), Launcher(gather_kernel)
+
+
 def sum_ranks(links: Links, x: torch.Tensor, start: int, bias: torch.Tensor | None) -> None:
     """x (bf16 [rows, width], contiguous) takes the ranks' sum; their partials lie from element ``start`` of the areas."""
     count = x.numel()
     pdl = pdl_enabled()
-    sum_kernel[(triton.cdiv(count, BLOCK),)](
-        x, bias if bias is not None else links.state, links.state,
-        *links.padded(links.areas), *links.padded(links.flags), count, start,
-        WIDTH=x.shape[1], BIAS=bias is not None, RANK=links.rank, RANKS=links.ranks, BLOCK=BLOCK, PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": 4}), **launch_options(pdl),
-    )  # fmt: skip
+    memory = (x, bias if bias is not None else links.state, links.state, *links.everyones)
+    constants = (x.shape[1], bias is not None, links.rank, links.ranks, BLOCK, pdl)
+    _sum((-(-count // BLOCK), 1, 1), memory, (count, start), constants, Options(pdl, 4))
 
 
 def gather_ranks(links: Links, whole: torch.Tensor, start: int, firsts: torch.Tensor) -> None:
     """whole (bf16 [rows, columns], contiguous) takes every rank's columns; ``firsts`` int64 [ranks + 1] on our device."""
     count = whole.numel()
     pdl = pdl_enabled()
-    gather_kernel[(triton.cdiv(count, BLOCK),)](
-        whole, links.state, *links.padded(links.areas), *links.padded(links.flags), firsts, count, start, whole.shape[1],
-        RANK=links.rank, RANKS=links.ranks, BLOCK=BLOCK, PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": 4}), **launch_options(pdl),
-    )  # fmt: skip
+    memory = (whole, links.state, *links.everyones, firsts)
+    integers = (count, start, whole.shape[1])
+    _gather((-(-count // BLOCK), 1, 1), memory, integers, (links.rank, links.ranks, BLOCK, pdl), Options(pdl, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from relay.kernels.cuda.launch import INTERPRETED, launch_options, pdl_enabled, pdl_start
+from relay.kernels.cuda.launch import pdl_enabled, pdl_start
+from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.cuda.norm import square_root
 
 
@@ -42,10 +43,10 @@ def rope_kernel(
     sin,
     q_weight,
     k_weight,
-    eps,
     k_cache,
     v_cache,
     table_stride,
+    eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -96,6 +97,9 @@ def rope_kernel(
         tl.store(v_cache + place + DIM // 2, second, mask=is_v & known)
 
 
+_rope = Launcher(rope_kernel)
+
+
 def rope_write_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -119,26 +123,11 @@ def rope_write_kv(
     # rows go faster in larger programs.
     heads, warps = (16, 4) if norm is None and tokens > 64 else (2, 1)
     pdl = pdl_enabled()
-    rope_kernel[(tokens, triton.cdiv(q_heads + 2 * kv_heads, heads))](
-        qkv,
-        positions,
-        token_rows,
-        block_tables,
-        cos,
-        sin,
-        norm[0] if norm else cos,
-        norm[1] if norm else cos,
-        norm[2] if norm else 0.0,
-        k_cache,
-        v_cache,
-        block_tables.stride(0),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        BLOCK=block_size,
-        HEADS=heads,
-        NORM=norm is not None,
-        PDL=pdl,
-        **({} if INTERPRETED else {"num_warps": warps}),
-        **launch_options(pdl),
+    q_weight, k_weight, eps = norm or (cos, cos, 0.0)
+    _rope(
+        (tokens, -(-(q_heads + 2 * kv_heads) // heads), 1),
+        (qkv, positions, token_rows, block_tables, cos, sin, q_weight, k_weight, k_cache, v_cache),
+        (block_tables.stride(0),),
+        (eps, q_heads, kv_heads, dim, block_size, heads, norm is not None, pdl),
+        Options(pdl, warps),
     )

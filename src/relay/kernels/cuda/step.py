@@ -1,6 +1,6 @@
 """One step's integers on the device: packed on the host, moved in one copy, read by every kernel of the step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ import torch
 from relay.kernels.backend import Batch
 from relay.kernels.cuda.attention_decode import split_count
 from relay.kernels.cuda.attention_prefill import prefill_work
+from relay.kernels.program import Buffer
 
 _ALIGN = 4  # int32 words: every array starts on 16 bytes, so kernels are compiled once
 
@@ -19,7 +20,7 @@ class Step:
     rows: int  # step tokens, padding included
     sampled: int
     token_ids: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor  # int32 [rows]; -1: padding
+    positions: torch.Tensor  # int32 [rows + 1]; -1: padding
     token_rows: torch.Tensor  # int32 [rows]; row of block_tables
     token_slots: torch.Tensor  # int32 [rows]
     block_tables: torch.Tensor  # int32 [sequence rows, width]
@@ -30,6 +31,7 @@ class Step:
     work: torch.Tensor  # int32 [prefill programs, 5]
     splits: int  # of the longest decode entry, a power of two
     keys: int = 0  # tokens of the sequences with prefill programs
+    views: dict[Buffer, torch.Tensor] = field(default_factory=dict)  # the step's rows of the backend's buffers
 
 
 class Layout:
@@ -48,7 +50,7 @@ class Layout:
     ) -> None:
         self.sizes = {
             "token_ids": (rows,),
-            "positions": (rows,),
+            "positions": (rows + 1,),  # the last is no token's: padding of attention has it
             "token_rows": (rows,),
             "token_slots": (rows,),
             "block_tables": (sequences, width),
@@ -139,11 +141,25 @@ def fill(layout: Layout, packed: np.ndarray, batch: Batch, shape: Shape, spare_s
     last = batch.row_starts[batch.sampled_rows + 1] - 1
     _put(layout, packed, "sampled_tokens", last, max(tokens - 1, 0))
     _put(layout, packed, "sampled_slots", batch.slots[batch.sampled_rows], spare_slot)
-    # a padding entry reads a padding token, whose position is -1
-    _put(layout, packed, "decode_tokens", batch.row_starts[shape.decode], min(tokens, layout.rows - 1))
+    _put(layout, packed, "decode_tokens", batch.row_starts[shape.decode], layout.rows)
     _put(layout, packed, "decode_rows", shape.decode, 0)
-    if shape.programs:
-        layout.host(packed, "work")[...] = shape.programs
+    work = layout.host(packed, "work")
+    work[: len(shape.programs)] = np.array(shape.programs, np.int32).reshape(-1, 5)
+    work[len(shape.programs) :] = _no_work(layout)
+
+
+def empty(layout: Layout, spare_slot: int) -> np.ndarray:
+    """Packed integers of a step that is all padding."""
+    packed = np.zeros(layout.words, np.int32)
+    for name, padding in (("positions", -1), ("sampled_slots", spare_slot), ("decode_tokens", layout.rows)):
+        layout.host(packed, name)[...] = padding
+    layout.host(packed, "work")[...] = _no_work(layout)
+    return packed
+
+
+def _no_work(layout: Layout) -> tuple[int, int, int, int, int]:
+    """A program of one row that is no token's, for one key of the first sequence: the least a program can do."""
+    return 0, layout.rows, 1, 0, 0
 
 
 def _put(layout: Layout, packed: np.ndarray, name: str, values: np.ndarray, padding: int) -> None:
