@@ -1,11 +1,13 @@
 """KV of one prompt from a P process to a D process on GPUs: how much of the sending hides behind the prompt.
 
-``python -m benchmarks.gpu_transfer --out FILE [--transport shm,tcp,ipc] [--tokens 2048,8192] [--target-device cuda:1]``. Production
+``python -m benchmarks.gpu_transfer --out FILE [--transport shm,tcp,ipc] [--tokens 2048,8192] [--target-device cuda:1]
+[--timeline]``. Production
 transports, backend and canonical copies, random weights of 8B shape; both processes load once and serve every row. Three orders in
 turn: layer by layer while the prompt is computed (in chunks of 2,048), all layers after its first token is drawn, and nothing (D
 holds every token already). Exposed: from the draw on P to D's "complete" (both clocks are CLOCK_MONOTONIC of one machine), less
 that of nothing, which is the handoff alone; noise: half the spread of nothing. After each row D's KV is compared with P's, byte by
-byte, by the digests of every layer.
+byte, by the digests of every layer. ``--timeline``: of each row's last transfer sent after the prompt, when each step happened at
+either end (``benchmarks.transfer_timeline``), in µs since the handoff was given.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.gpu_shapes import LLAMA_8B
+from benchmarks.transfer_timeline import Stamp, Stamps, lines_of, merged, noted_store, noted_wire
 from relay.clock import MonotonicClock
 from relay.transfer.contract import (
     Identity,
@@ -47,7 +50,7 @@ KINDS = ("overlapped", "after", "nothing")
 class End:
     """One process's engine, and a transport for each row."""
 
-    def __init__(self, name: str, layers: int, tokens: int, device: str) -> None:
+    def __init__(self, name: str, layers: int, tokens: int, device: str, *, timeline: bool = False) -> None:
         import torch
 
         from benchmarks.gpu_model import random_model
@@ -55,6 +58,7 @@ class End:
         torch.cuda.set_device(device)
         torch.manual_seed(1)
         self.name, self.device = name, device
+        self.stamps = Stamps() if timeline else None
         config = replace(LLAMA_8B, num_layers=layers, max_positions=max(8192, tokens))
         self.backend, self.program = random_model(config, max_rows=8, max_tokens=CHUNK, device=device)
         self.blocks = -(-tokens // BLOCK)
@@ -81,9 +85,12 @@ class End:
             if scheme == "ipc"
             else open_wires(scheme, host_identity(), ring_bytes=flow.ring_bytes)  # type: ignore[arg-type]
         )
+        store: Any = self.backend
+        if self.stamps is not None:
+            store, wires = noted_store(store, self.stamps), [noted_wire(wire, self.stamps) for wire in wires]
         transport = WiredTransport(
             Identity(self.name, 1, "digest", "numerics", self.layout),
-            self.backend,
+            store,
             self.events.put,
             wires,
             flow.limits,
@@ -117,8 +124,8 @@ class End:
         return found
 
 
-def decode_side(layers: int, most: int, device: str, pipe: Any) -> None:
-    end = End("d", layers, most, device)
+def decode_side(layers: int, most: int, device: str, pipe: Any, timeline: bool = False) -> None:
+    end = End("d", layers, most, device, timeline=timeline)
     pipe.send("loaded")
     while (row := pipe.recv()) is not None:
         scheme, tokens = row
@@ -130,9 +137,15 @@ def decode_side(layers: int, most: int, device: str, pipe: Any) -> None:
             if not first:
                 table = end.table(number % 3, tokens)
             transport.open_receive(ReceiveOrder(number, 0, "p", 1, first, tokens, tuple(table.tolist())))
+            if end.stamps is not None:
+                end.stamps.start()
             pipe.send("open")
             event = end.events.get(timeout=PATIENCE_S)
-            pipe.send((time.monotonic_ns(), isinstance(event, ReceiveCompleted), str(event)))
+            there_ns = time.monotonic_ns()
+            stamps: list[Stamp] = []
+            if end.stamps is not None:
+                stamps = [*end.stamps.stop("COMPLETE"), (there_ns, "completed", "")]
+            pipe.send((there_ns, isinstance(event, ReceiveCompleted), str(event), stamps))
         pipe.send(end.digests(table, tokens))
         end.close(transport)
 
@@ -147,6 +160,7 @@ def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str,
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     sent: Any = None
     frames = 0
+    timeline: list[list[Any]] = []
     for trial in range(3 * trials + 3):
         kind = KINDS[trial % 3]
         table = end.table(trial % 4, tokens)
@@ -175,14 +189,21 @@ def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str,
             end.backend.run(start, len(end.program.ops), batch)
             drawn_tokens = end.backend.sample(batch)
         drawn = time.monotonic_ns()
+        if kind == "after" and end.stamps is not None:
+            end.stamps.start()
         if kind == "after":
             for layer in range(end.layout.num_layers):
                 transport.layer_written(trial, layer, 0, tokens, table)
+        given = time.monotonic_ns()
         transport.send_handoff(trial, Handoff(token_id=drawn_tokens[0].token_id))
-        there, complete, text = pipe.recv()
+        there, complete, text, theirs = pipe.recv()
         event = end.events.get(timeout=PATIENCE_S)
         assert complete, text
         assert isinstance(event, SendAcknowledged), str(event)
+        if kind == "after" and end.stamps is not None:
+            timeline = merged(
+                given, [(drawn, "drawn", ""), (given, "handoff given", ""), *end.stamps.stop("COMPLETE")], theirs
+            )
         if kind == "overlapped":
             frames = event.stats.frames if event.stats is not None else 0
         if kind != "nothing":
@@ -217,7 +238,10 @@ def row(end: End, pipe: Any, scheme: str, tokens: int, trials: int) -> dict[str,
         "send_after_gb_per_s": round(megabytes / exposed["after"], 2),
         "all_ms": {kind: [round(pair[1], 2) for pair in found[kind]] for kind in KINDS},
     }
-    print(json.dumps({key: value for key, value in result.items() if key != "all_ms"}), flush=True)
+    if timeline:
+        result["timeline_us"] = timeline
+        print(lines_of(timeline), flush=True)
+    print(json.dumps({key: value for key, value in result.items() if key not in ("all_ms", "timeline_us")}), flush=True)
     return result
 
 
@@ -231,14 +255,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--target-device", default="cuda:0")
+    parser.add_argument("--timeline", action="store_true")
     arguments = parser.parse_args()
     lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    target = (arguments.layers, max(lengths), arguments.target_device, other)
+    target = (arguments.layers, max(lengths), arguments.target_device, other, arguments.timeline)
     peer = context.Process(target=decode_side, args=target, daemon=True)
     peer.start()
-    end = End("p", arguments.layers, max(lengths), "cuda:0")
+    end = End("p", arguments.layers, max(lengths), "cuda:0", timeline=arguments.timeline)
     assert pipe.recv() == "loaded"
     end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
     results: dict[str, Any] = {

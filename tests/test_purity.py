@@ -19,6 +19,7 @@ PURE = [
     "cluster/topology.py",
     "devices.py",
     "transfer/contract.py",
+    "transfer/coverage.py",
     "transfer/frame.py",
     "transfer/nixl/bridge.py",
     "transfer/nixl/staging.py",

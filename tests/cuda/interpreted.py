@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -30,7 +30,7 @@ from relay.kernels.cuda.baseline import PlainModel, plain_linear
 from relay.kernels.cuda.drawing import Mode
 from relay.kernels.cuda.elementwise import silu_mul
 from relay.kernels.cuda.kv_copy import KvTransfers
-from relay.kernels.cuda.kv_move import Plan, move
+from relay.kernels.cuda.kv_move import FIELDS, Plan, move
 from relay.kernels.cuda.launch import HOPPER_SHARED
 from relay.kernels.cuda.linear import LinearTile, linear
 from relay.kernels.cuda.linear_choice import LinearLayer
@@ -366,11 +366,17 @@ def check_kv_copy() -> None:
     generator = torch.Generator().manual_seed(3)
     kv = torch.randn(4, 2, 6, 3, 16, 8, generator=generator).bfloat16()
     table = np.array([4, 1, 5], np.int32)
-    ranges = [KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table)]
+    ranges = [
+        KvRange(1, 2, 11, 21, table), KvRange(0, 1, 0, 5, table[2:]), KvRange(3, 1, 17, 16, table),
+        KvRange(3, 1, 11, 6, table),
+    ]  # fmt: skip
     sizes = [one.layers * 2 * one.count * 24 * 2 for one in ranges]
-    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1]]
-    flat = torch.zeros(offsets[2] + sizes[2], dtype=torch.uint8)
+    offsets = [64, 192 + sizes[0], 320 + sizes[0] + sizes[1], 448 + sum(sizes[:3])]
+    flat = torch.zeros(offsets[3] + sizes[3], dtype=torch.uint8)
     plan = Plan(ranges, offsets, 16, 3)
+    assert len(plan.words) == plan.start + 4 * FIELDS + 2 + 1 + 2, (
+        "blocks of the first, which are the last's too, and the others"
+    )
     sums = move(kv, flat, plan, torch.from_numpy(plan.words.copy()), store=False)
     for one, offset, size, total in zip(ranges, offsets, sizes, sums.tolist(), strict=True):
         rows = kv[one.layer : one.layer + one.layers, :, torch.from_numpy(one.block_table).long()]
@@ -632,17 +638,55 @@ def check_transfer() -> None:
         stack.enter_context(mock.patch.object(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__)))
         stack.enter_context(mock.patch("relay.worker.device.flow_of", return_value=Flow(8 << 20, patient)))
         ours, theirs = multiprocessing.Pipe()
-        target = threading.Thread(target=gpu_transfer.decode_side, args=(2, 24, "cpu", theirs), daemon=True)
+        target = threading.Thread(target=gpu_transfer.decode_side, args=(2, 24, "cpu", theirs, True), daemon=True)
         target.start()
-        end = gpu_transfer.End("p", 2, 24, "cpu")
+        end = gpu_transfer.End("p", 2, 24, "cpu", timeline=True)
         assert ours.recv() == "loaded"
         end.backend.bind_slot(0, SamplingParams(max_tokens=9, temperature=0.0), 0, [1], [])
         for scheme in ("ipc", "shm"):
             found = gpu_transfer.row(end, ours, scheme, 24, 1)
             assert found["kv_equal"]
             assert found["scheme_used"] == scheme
+            check_timeline(found["timeline_us"])
         ours.send(None)
         target.join(60)
+
+
+def check_timeline(rows: list[list[Any]]) -> None:
+    """Every step of a frame's way is there, in the order in which it must have happened."""
+
+    def when(end: str, what: str, layers: str, tokens: str) -> float:
+        """Of the launch, or the header, of these layers."""
+        for us, at, name, detail in rows:
+            which, _, others = detail.partition(", tokens ")
+            if (at, name, others) == (end, what, tokens) and layers in which.split("layers ")[-1].split(", "):
+                return float(us)
+        raise AssertionError(f"{end} {what} of layers {layers}, tokens {tokens} is missing")
+
+    frames = [
+        detail.removeprefix("KV layers ").split(", tokens ")
+        for _, _, what, detail in rows
+        if what == "header committed" and detail.startswith("KV")
+    ]
+    assert frames
+    for layers, tokens in frames:
+        at_p = [
+            when("P", what, layers, tokens)
+            for what in ("stage called", "stage returned", "stage: wait returned", "header committed")
+        ]
+        at_d = [
+            when("D", what, layers, tokens)
+            for what in ("header read", "collect called", "collect returned", "collect: wait returned")
+        ]
+        assert at_p == sorted(at_p)
+        assert at_d == sorted(at_d)
+        assert at_p[2] < at_d[0], "a header leaves behind its payload"
+    steps = [tuple(step) for _, *step in rows]
+    assert steps.index(("D", "completed", "")) > steps.index(("P", "handoff given", ""))
+    for end, what in (("P", "header committed"), ("D", "header read")):
+        assert (end, what, "HANDOFF") in steps
+    for end, what in (("D", "header committed"), ("P", "header read")):
+        assert (end, what, "COMPLETE") in steps
 
 
 def check_threads() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relay.kernels.backend import Batch
+from relay.kernels.kv_frames import KvRange
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -31,6 +32,10 @@ def batch(first: int, count: int, blocks: list[int]) -> Batch:
     )
 
 
+def of(events, layer: int, table: np.ndarray, first: int, count: int, layers: int = 1) -> list[Event]:
+    return events.of([KvRange(layer, layers, first, count, table)])
+
+
 def times(events: list[Event]) -> list[int]:
     return [event.at for event in events]
 
@@ -40,16 +45,19 @@ def test_a_read_waits_for_the_step_that_wrote_its_blocks() -> None:
         Event.clock = 0
         events = written.LayerEvents((3, 7), num_blocks=8, block_size=16)
         mine, other = np.array([1, 2]), np.array([5])
-        assert events.of(0, mine, 0, 20) == []
+        assert of(events, 0, mine, 0, 20) == []
         events.begin(batch(0, 20, [1, 2]))
         events.ran(0, 3)  # layer 0 at time 1
         events.ran(3, 9)  # layer 1 at time 2
         events.begin(batch(0, 16, [5]))
         events.ran(0, 9)  # both at time 3
-        assert times(events.of(0, mine, 0, 20)) == [1]
-        assert times(events.of(1, mine, 0, 20)) == [2]
-        assert times(events.of(1, other, 0, 16)) == [3]
-        assert times(events.of(0, mine, 0, 20, layers=2)) == [2], "of several layers the last"
+        assert times(of(events, 0, mine, 0, 20)) == [1]
+        assert times(of(events, 1, mine, 0, 20)) == [2]
+        assert times(of(events, 1, other, 0, 16)) == [3]
+        assert times(of(events, 0, mine, 0, 20, layers=2)) == [2], "of several layers the last"
+        both = [KvRange(0, 1, 0, 16, other), KvRange(0, 2, 0, 20, mine)]
+        assert times(events.of(both)) == times(events.of(both[::-1])) == [3], "and of several frames"
+        assert times(events.of([KvRange(0, 1, 0, 16, mine), KvRange(1, 1, 0, 20, mine)])) == [2]
 
 
 def test_a_step_that_has_not_come_to_the_layer_does_not_hide_what_was_written_before() -> None:
@@ -61,10 +69,10 @@ def test_a_step_that_has_not_come_to_the_layer_does_not_hide_what_was_written_be
         events.ran(0, 9)  # time 1
         events.begin(batch(20, 5, [1, 2]))  # goes on in block 2
         events.ran(0, 3)  # layer 0 at time 2
-        assert times(events.of(0, table, 0, 20)) == [2]
-        assert times(events.of(1, table, 0, 20)) == [1], "positions 16 to 19 of layer 1 were written by the first step"
+        assert times(of(events, 0, table, 0, 20)) == [2]
+        assert times(of(events, 1, table, 0, 20)) == [1], "positions 16 to 19 of layer 1 were written by the first step"
         events.copied()  # time 3
-        assert times(events.of(1, table, 0, 20)) == [1, 3]
+        assert times(of(events, 1, table, 0, 20)) == [1, 3]
 
 
 def test_events_of_steps_long_ago_are_not_waited_for() -> None:
@@ -75,8 +83,8 @@ def test_events_of_steps_long_ago_are_not_waited_for() -> None:
         for _ in range(written.KEPT):
             events.begin(batch(0, 4, [2]))
             events.ran(0, 3)
-        assert events.of(0, np.array([1]), 0, 4) == []
-        assert len(events.of(0, np.array([2]), 0, 4)) == 1
+        assert of(events, 0, np.array([1]), 0, 4) == []
+        assert len(of(events, 0, np.array([2]), 0, 4)) == 1
 
 
 def test_a_block_copied_by_several_ranks_is_copied_behind_their_next_meeting() -> None:
@@ -89,8 +97,8 @@ def test_a_block_copied_by_several_ranks_is_copied_behind_their_next_meeting() -
         events.copied()  # time 2
         events.begin(batch(4, 4, [2]))
         events.ran(0, 2)  # up to no meeting
-        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 2]
+        assert times(of(events, 0, np.array([1]), 0, 4)) == [1, 2]
         events.ran(2, 3)  # time 3
-        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 3]
+        assert times(of(events, 0, np.array([1]), 0, 4)) == [1, 3]
         events.ran(3, 9)  # time 4
-        assert times(events.of(0, np.array([1]), 0, 4)) == [1, 3]
+        assert times(of(events, 0, np.array([1]), 0, 4)) == [1, 3]

@@ -4,21 +4,25 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from relay.kernels.kv_frames import SharingFailed
+from relay.transfer import ring
 from relay.transfer.areas import MOST_AREAS, AreaPool, Mappings
-from relay.transfer.channel import ChannelClosed
+from relay.transfer.channel import ChannelClosed, read_any_frame, send_frame
+from relay.transfer.checksum import crc32c
 from relay.transfer.contract import ReceiveCompleted, ReceiveFailed, SendAcknowledged
-from relay.transfer.frame import FrameError, Handoff
+from relay.transfer.frame import FrameError, Handoff, Header, Kind, seal_over
 from relay.transfer.ipc import IpcWire, offer_area, take_area
 from relay.transfer.shm import Descriptor
 from relay.transfer.stream import StreamChannel
 from relay.transfer.transport import WiredTransport
 from relay.transfer.wire import ShmWire
+from relay.worker.device import area_bytes, flow_of
 from tests.transfer.nodes import (
     SMALL,
     SOURCE_TABLE,
@@ -184,6 +188,20 @@ def test_areas_are_bounded(devices):
         pool.take()
 
 
+@pytest.mark.parametrize("gib", [24, 80, 141])
+def test_an_area_holds_four_of_the_largest_frames(gib):
+    capacity = area_bytes(gib << 30)
+    size = min(flow_of("cuda").limits.max_frame_bytes, capacity // 4 >> 20 << 20)
+    position, free, held = 0, capacity, deque()
+    for _ in range(50):
+        while len(held) < 4:
+            record = ring.place(position, size, capacity)
+            assert record.occupied <= free, f"{len(held)} frames are under way and the next has no room"
+            position, free = record.next, free - record.occupied
+            held.append(record.occupied)
+        free += held.popleft()
+
+
 class Pair:
     """Both ends of one offer, on threads of their own."""
 
@@ -284,3 +302,66 @@ def test_space_goes_round_and_round(pair):
     os.eventfd_write(receiver._space.number, 1 << 40)
     with pytest.raises(FrameError, match="more of its area than there is"):
         sender.has_room(30_000)
+
+
+def kv(number):
+    return seal_over(Header(Kind.KV, number, layer=1, token_count=1, payload_bytes=64), 0, crc32c)
+
+
+def test_headers_of_frames_that_go_together_go_in_one_call_and_are_read_in_one(pair):
+    sender, receiver = pair.taken()
+    assert not receiver.ready()
+    for _ in range(3):
+        sender.await_room(64)
+        sender.reserve_kv(64)
+    calls = []
+    sender._stream.socket = Calls(sender._stream.socket, calls)
+    receiver._stream.socket = Calls(receiver._stream.socket, calls)
+    sender.commit(*(kv(number) for number in range(3)))
+    for number in range(3):
+        assert receiver.ready()
+        assert read_any_frame(receiver, crc32c)[0].transfer == number
+    assert calls == ["sendmsg", "recv_into"]
+    receiver.done(3)
+    assert not receiver.ready()
+    assert sender.has_room(30_000)
+
+
+class Calls:
+    """A socket that notes what it is asked."""
+
+    def __init__(self, sock, calls):
+        self._socket, self._calls = sock, calls
+
+    def __getattr__(self, name):
+        self._calls.append(name)
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 30_000])
+def test_control_frames_between_kv_frames(pair, size):
+    sender, receiver = pair.taken()
+    payload = bytes(number % 251 for number in range(size))
+    for number in range(2):
+        sender.await_room(64)
+        sender.reserve_kv(64)
+        sender.commit(kv(number))
+        send_frame(sender, Header(Kind.HANDOFF, number, payload_bytes=size), payload, crc32c)
+    for number in range(2):
+        assert read_any_frame(receiver, crc32c)[0].transfer == number
+        assert bytes(read_any_frame(receiver, crc32c)[1]) == payload
+
+
+def test_a_header_of_which_a_part_has_come_is_not_ready_and_an_end_is(pair):
+    sender, receiver = pair.taken()
+    raw = kv(1)
+    pair.raw.sendall(raw[:20])
+    time.sleep(0.05)
+    assert not receiver.ready()
+    pair.raw.sendall(raw[20:] + raw[:30])
+    assert receiver.receive_header() == raw
+    assert not receiver.ready()
+    sender.close()
+    assert receiver.ready()
+    with pytest.raises(ChannelClosed, match="in the middle of a frame \\(30 of 56 bytes\\)"):
+        receiver.receive_header()

@@ -20,6 +20,7 @@ from relay.transfer.contract import (
     write_frame_kv,
 )
 from relay.transfer.frame import FLAG_DIGEST, Handoff, Header, Kind, seal_over
+from relay.transfer.sender import Sender
 from tests.transfer.nodes import (
     SMALL,
     SOURCE_TABLE,
@@ -225,6 +226,26 @@ def test_frames_that_may_go_are_read_together(scheme):
         for count in staged:
             together, start = sizes[start : start + count], start + count
             assert sum(together[:-1]) < 4096, "others wait for what comes later"
+    finally:
+        pair.close()
+
+
+def test_a_writer_sleeps_until_a_frame_may_go(scheme):
+    """Not from layer to layer, while the thread that announces them computes."""
+    pair = DevicePair(scheme, 1, TransferLimits(512, 12800, 51200, join_bytes=12800))
+    try:
+        pair.start()
+        (link,) = pair.source.transport._links.values()
+        eventually(lambda: link._resting == max(1, len(link._channels) - 1))
+        asked, honest = [], link._in_turn
+        link._in_turn = lambda which: (asked.append(which), honest(which))[1]
+        for layer in range(LAYOUT.num_layers - 1):
+            pair.source.transport.layer_written(7, layer, 0, 16, SOURCE_TABLE)
+        time.sleep(0.1)
+        woken = [which for which in asked if which is not Sender.next_control]
+        pair.source.transport.layer_written(7, LAYOUT.num_layers - 1, 0, 16, SOURCE_TABLE)
+        eventually(lambda: pair.stores[1].log)
+        assert not woken
     finally:
         pair.close()
 

@@ -20,7 +20,18 @@ from relay.transfer.contract import (
     SendOrder,
     TransferLimits,
 )
-from relay.transfer.frame import FrameError, Handoff, Header, Kind, parse, seal, verify
+from relay.transfer.frame import (
+    Credit,
+    FrameError,
+    Handoff,
+    Header,
+    Kind,
+    decode_payload,
+    encode_payload,
+    parse,
+    seal,
+    verify,
+)
 from relay.transfer.inproc import InprocTransport, Network
 from tests.transfer.stores import LAYOUT, ArrayStore, identity
 
@@ -244,9 +255,10 @@ def test_frames_are_split_and_coalesced(limits, chunk, expected):
     counts = []
     for first in range(0, TOKENS, chunk):
         machine.written(0, first, min(chunk, TOKENS - first))
-        while (frame := machine.next_frame()) is not None:
-            counts.append(frame.header.token_count)
+        while machine.kv_due:
+            counts.append(machine.next_frame().header.token_count)
             machine._bytes_credited = machine.bytes_sent
+        assert machine.next_frame() is None
     assert counts == expected
 
 
@@ -257,7 +269,11 @@ def joined(limits, announced):
     for layer, first, count in announced:
         machine.written(layer, first, count)
         frames.append([])
-        while (frame := machine.next_frame()) is not None:
+        while True:
+            due, frame = machine.kv_due, machine.next_frame()
+            assert due == (frame is not None), "writers sleep while it says no"
+            if frame is None:
+                break
             header = frame.header
             frames[-1].append((header.layer, header.layers, header.first_token, header.token_count))
             assert header.payload_bytes == header.layers * header.token_count * LAYOUT.token_bytes
@@ -284,6 +300,21 @@ def joined(limits, announced):
 def test_layers_join_in_one_frame(join_bytes, max_bytes, expected):
     limits = TransferLimits(256, max_bytes, 16384, join_bytes=join_bytes)
     assert joined(limits, [(0, 0, 16), (1, 0, 16), (2, 0, 16)]) == expected
+
+
+def test_no_kv_is_due_beyond_the_window_and_after_the_end():
+    machine = sender.Sender(SendOrder(1, 1, "d", 1, (), 0, TOKENS), 1, LAYOUT, TransferLimits(512, 1024, 2048), 0)
+    assert not machine.kv_due
+    machine.written(0, 0, TOKENS)
+    for _ in range(2):
+        assert machine.kv_due
+        machine.next_frame()
+    assert not machine.kv_due
+    credit = encode_payload(Credit(machine.bytes_sent))
+    machine.receive(Header(Kind.CREDIT, 1, 1, 1, payload_bytes=len(credit)), credit, 0)
+    assert machine.kv_due
+    machine.abort("test")
+    assert not machine.kv_due
 
 
 def test_layers_that_are_not_alike_do_not_join():
@@ -365,6 +396,23 @@ def test_frames_that_do_not_belong(over):
         machine = receiver.Receiver(ReceiveOrder(1, 2, "p", 1, 0, TOKENS, TARGET_TABLE), LAYOUT, LIMITS, 0)
         assert not machine.admit(msgspec.structs.replace(good, **wrong), 0)
         assert machine.reason.startswith("malformed KV frame")
+
+
+@pytest.mark.parametrize(("credit_bytes", "credits"), [(0, [512, 1024]), (256, [256, 512, 768, 1024])])
+def test_credit_comes_for_every_so_many_bytes(credit_bytes, credits):
+    limits = TransferLimits(64, 256, 1024, credit_bytes=credit_bytes)
+    machine = receiver.Receiver(ReceiveOrder(1, 1, "p", 1, 0, TOKENS, TARGET_TABLE), LAYOUT, limits, 0)
+    size = 2 * LAYOUT.token_bytes
+    for first in range(0, 16, 2):
+        header = Header(Kind.KV, 1, 1, 1, 0, 0, LAYOUT.num_kv_heads, first, 2, 0, size)
+        assert machine.admit(header, 0)
+        machine.written(header, 0)
+    assert [decode_payload(reply.payload, Credit).bytes_copied for reply in machine.take_replies()] == credits
+
+
+def test_credit_for_more_than_half_a_window_could_stall():
+    with pytest.raises(ValueError, match="credit for every"):
+        TransferLimits(1, 4, 16, credit_bytes=9)
 
 
 @pytest.mark.parametrize("limits", [(0, 1, 8), (2, 1, 8), (1, 4, 5), (1, 1 << 29, 1 << 31)])

@@ -57,8 +57,8 @@ class Channel(Protocol):
         """``reserve`` for the payload of a KV frame."""
         ...
 
-    def commit(self, raw_header: bytes) -> None:
-        """Send the header and the payload reserved first. Raises ChannelClosed."""
+    def commit(self, *raw_headers: bytes) -> None:
+        """Send the headers with the payloads reserved first, as many. Raises ChannelClosed."""
         ...
 
     def receive_header(self) -> bytes:
@@ -73,8 +73,8 @@ class Channel(Protocol):
         """``receive_payload`` of a KV frame, valid until ``done``. Several may be held."""
         ...
 
-    def done(self) -> None:
-        """The KV payload that is held longest is not needed any more."""
+    def done(self, count: int = 1) -> None:
+        """The KV payloads that are held longest are not needed any more, so many."""
         ...
 
     def ready(self) -> bool:

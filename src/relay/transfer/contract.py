@@ -65,7 +65,8 @@ class TransferLimits:
     """Bounds of one transfer. ``open_lease_ns`` is the time P has to be heard of at all, ``lease_ns`` the longest silence after,
     ``stall_ns`` the longest time without a byte while some are under way; after ``probe_ns`` of either P asks. A frame takes in
     layers until it holds ``join_bytes``, for ends where a frame costs more than its bytes, up to ``max_frame_bytes`` once all is
-    computed; 0: one layer a frame. A connection may carry less in a frame (``Channel.most_kv_bytes``)."""
+    computed; 0: one layer a frame. A connection may carry less in a frame (``Channel.most_kv_bytes``). Credit comes for every
+    ``credit_bytes``; 0: for every half of the window."""
 
     min_frame_bytes: int = 1 << 19
     max_frame_bytes: int = 1 << 20
@@ -75,15 +76,18 @@ class TransferLimits:
     open_lease_ns: int = 10_000_000_000
     stall_ns: int = 3_000_000_000
     join_bytes: int = 0
+    credit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        # Credit comes back in halves of the window, so a frame must fit beside a half that is not yet credited.
+        # Credit comes back in halves of the window at most, so a frame must fit beside a half that is not yet credited.
         if not 0 < self.min_frame_bytes <= self.max_frame_bytes <= MAX_DEVICE_KV_BYTES:
             raise ValueError(
                 f"frames of {self.min_frame_bytes}..{self.max_frame_bytes} bytes, limit {MAX_DEVICE_KV_BYTES}"
             )
         if not 0 <= self.join_bytes <= self.max_frame_bytes:
             raise ValueError(f"layers joined up to {self.join_bytes} bytes in frames of {self.max_frame_bytes} at most")
+        if not 0 <= self.credit_bytes <= self.window_bytes // 2:
+            raise ValueError(f"credit for every {self.credit_bytes} bytes of a window of {self.window_bytes}")
         if self.max_frame_bytes * 2 > self.window_bytes:
             raise ValueError(f"window of {self.window_bytes} bytes is too small for {self.max_frame_bytes}-byte frames")
 

@@ -181,7 +181,7 @@ class InboundLink:
             reason = f"KV connection from {self._peer.worker} ended: {error}"
         finally:
             for reception, frame in self._arrived:
-                self._end_writing(reception, frame, "the connection ended")
+                self._end_writing(reception, [(frame, "the connection ended")])
             self._channel.close()
             self._outbox.put(None)
             self._table.link_lost(self, reason or "KV connection failed")
@@ -237,24 +237,30 @@ class InboundLink:
         try:
             problems = self._store.write([frame for _, frame in arrived])
         finally:
+            ended: dict[int, tuple[Reception, list[tuple[Arrived, str]]]] = {}
             for (reception, frame), problem in zip(arrived, problems, strict=True):
-                self._end_writing(reception, frame, problem)
-                self._channel.done()
-        for reception in {id(reception): reception for reception, _ in arrived}.values():
+                ended.setdefault(id(reception), (reception, []))[1].append((frame, problem))
+            try:
+                self._channel.done(len(arrived))  # first of all: P may be waiting for just this room
+            finally:
+                for reception, frames in ended.values():
+                    self._end_writing(reception, frames)
+        for reception, _ in ended.values():
             self._table.settle(reception)
         damage = next((problem for problem in problems if problem), "")
         if damage:
             raise FrameError(damage)
 
-    def _end_writing(self, reception: Reception, frame: Arrived, problem: str) -> None:
-        """Damage fails the transfer before anyone can see its blocks."""
+    def _end_writing(self, reception: Reception, frames: list[tuple[Arrived, str]]) -> None:
+        """Frames with what is wrong with each. Damage fails the transfer before anyone can see its blocks."""
         with reception.lock:
-            reception.writing -= 1
+            reception.writing -= len(frames)
             reception.idle.notify_all()
-            if problem:
-                reception.receiver.abort(f"damaged KV frame from {self._peer.worker}: {problem}")
-            else:
-                reception.receiver.written(frame.header, self._clock.now_ns())
+            for frame, problem in frames:
+                if problem:
+                    reception.receiver.abort(f"damaged KV frame from {self._peer.worker}: {problem}")
+                else:
+                    reception.receiver.written(frame.header, self._clock.now_ns())
 
     def _write(self) -> None:
         try:

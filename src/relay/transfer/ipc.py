@@ -19,10 +19,10 @@ from typing import Any
 from relay.kernels.kv_frames import SharingFailed, Span
 from relay.transfer.areas import AreaPool, AreasBusy, DeviceMemory, Mappings, hung_up
 from relay.transfer.channel import ChannelClosed, WireBusy, WireUnusable
-from relay.transfer.frame import MAX_DEVICE_KV_BYTES, FrameError
+from relay.transfer.frame import HEADER_BYTES, MAX_DEVICE_KV_BYTES, FrameError
 from relay.transfer.ring import ALIGNMENT, Placement, place
 from relay.transfer.shm import Counted, Descriptor, is_eventfd
-from relay.transfer.stream import StreamChannel
+from relay.transfer.stream import ReadAhead, StreamChannel
 from relay.transfer.wire import ShmWire, dial_shm
 
 _OFFER = struct.Struct("<cQ64s")  # "D", bytes of the area, its handle; or "X", or "B" for now, 0, the reason
@@ -42,6 +42,7 @@ class _AreaChannel(Counted):
         self.most_kv_bytes = min(MAX_DEVICE_KV_BYTES, capacity // 4)
         self._space = space
         self._position = 0
+        self._ahead = ReadAhead(stream)  # from here on nothing is read in another way
 
     def _place(self, size: int) -> Placement:
         placement = place(self._position, size, self._capacity)
@@ -52,13 +53,13 @@ class _AreaChannel(Counted):
         return self._stream.reserve(size)
 
     def receive_header(self) -> bytes:
-        return self._stream.receive_header()
+        return self._ahead.take(HEADER_BYTES)
 
     def receive_payload(self, size: int) -> memoryview:
-        return self._stream.receive_payload(size)
+        return self._ahead.take_all(size)
 
     def ready(self) -> bool:
-        return self._stream.readable()  # of KV only the header goes this way
+        return self._ahead.has(HEADER_BYTES)  # of KV only the header goes this way
 
 
 class AreaSender(_AreaChannel):
@@ -107,15 +108,27 @@ class AreaSender(_AreaChannel):
         self._reserved.append(True)
         return Span(self._area, placement.payload, size)
 
-    def commit(self, raw_header: bytes) -> None:
-        if self._reserved.popleft():
+    def commit(self, *raw_headers: bytes) -> None:
+        """Of KV only headers go over the socket: those of several frames together."""
+        together: list[bytes] = []
+        for raw_header in raw_headers:
+            if self._reserved.popleft():
+                together.append(raw_header)
+            else:
+                self._send_headers(together)
+                self._stream.commit(raw_header)
+        self._send_headers(together)
+
+    def _send_headers(self, headers: list[bytes]) -> None:
+        if headers:
             self._stream.reserve(0)
-        self._stream.commit(raw_header)
+            self._stream.commit(b"".join(headers))
+            headers.clear()
 
     def receive_kv(self, size: int) -> Span:
         raise FrameError(f"{self.peer} sent KV to its source")
 
-    def done(self) -> None:
+    def done(self, count: int = 1) -> None:
         """Nothing is ever held."""
 
     def release(self) -> None:
@@ -143,16 +156,16 @@ class AreaReceiver(_AreaChannel):
     def reserve_kv(self, size: int) -> memoryview:
         return self._stream.reserve_kv(size)
 
-    def commit(self, raw_header: bytes) -> None:
-        self._stream.commit(raw_header)
+    def commit(self, *raw_headers: bytes) -> None:
+        self._stream.commit(*raw_headers)
 
     def receive_kv(self, size: int) -> Span:
         placement = self._place(size)
         self._held.append(placement.occupied)
         return Span(self._area, placement.payload, size)
 
-    def done(self) -> None:
-        os.eventfd_write(self._space.number, self._held.popleft() // ALIGNMENT)
+    def done(self, count: int = 1) -> None:
+        os.eventfd_write(self._space.number, sum(self._held.popleft() for _ in range(count)) // ALIGNMENT)
 
     def release(self) -> None:
         lease, self._lease = self._lease, None

@@ -85,6 +85,7 @@ class OutboundLink:
         self._work = threading.Condition(self._lock)  # the writer of control frames waits here
         self._bulk = threading.Condition(self._lock)  # writers of KV alone wait here
         self._apart = False  # whether there are any
+        self._resting = 0  # writers of KV that wait and have not been woken
         self._idle = threading.Condition(self._lock)  # who needs a copy to end waits here
         self._sendings: dict[int, _Sending] = {}
         self._farewells: deque[Outgoing] = deque()  # aborts of transfers already forgotten
@@ -119,7 +120,7 @@ class OutboundLink:
             if self._opened:
                 sender.link_opened(now_ns, self._most_kv_bytes)
             self._sendings[order.transfer] = _Sending(sender)
-            self._work.notify_all()
+            self._wake_all()
             return True
 
     def layer_written(self, transfer: int, layer: int, first: int, count: int, block_table: np.ndarray) -> None:
@@ -129,7 +130,7 @@ class OutboundLink:
                 sending.block_table = block_table
                 sending.sender.written(layer, first, count)
                 self._settle(sending)
-                self._wake_bulk(1)
+                self._wake_bulk(sending, 1)
 
     def hand_off(self, transfer: int, handoff: Handoff) -> None:
         with self._lock:
@@ -137,7 +138,7 @@ class OutboundLink:
             if sending is not None:
                 sending.sender.hand_off(handoff, self._clock.now_ns())
                 self._settle(sending)
-                self._work.notify_all()
+                self._wake_all()
 
     def forget_unsent(self, transfer: int) -> None:
         with self._lock:
@@ -160,7 +161,7 @@ class OutboundLink:
                 if self._opened:
                     sending.sender.tick(now_ns)
                 self._settle(sending)
-            self._work.notify_all()
+            self._wake_all()
 
     def close(self, reason: str) -> None:
         """End the link and fail its transfers. Idempotent."""
@@ -169,7 +170,7 @@ class OutboundLink:
             for sending in list(self._sendings.values()):
                 sending.sender.link_lost(reason)
                 self._settle(sending)
-            self._work.notify_all()
+            self._wake_all()
             self._bulk.notify_all()
             channels = list(self._channels)
         for channel in channels:
@@ -237,7 +238,7 @@ class OutboundLink:
                     job = self._job(pick) if channel.has_room(room) else None
                 idle = job is None
                 if job is not None and job[0] is not None:
-                    copies, job = self._begin(channel, pick, room, job)
+                    copies, job, idle = self._begin(channel, pick, room, job)
                     begun.append(copies)
                 while begun and (idle or job is not None or len(begun) >= self._store.depth):
                     self._finish(channel, begun.popleft())
@@ -254,9 +255,19 @@ class OutboundLink:
                 for left in reversed(begun):  # a copy that still runs writes to memory that is about to go
                     ending.callback(self._end_copy, left)
 
-    def _wake_bulk(self, count: int) -> None:
-        """There may be KV to send for ``count`` writers. Under the lock."""
-        (self._bulk if self._apart else self._work).notify(count)
+    def _wake_bulk(self, sending: _Sending, count: int) -> None:
+        """If ``sending`` has KV to send, wake up to ``count`` of the writers that wait. Under the lock. One that is woken for
+        nothing takes the interpreter's lock from the thread that computes, at each layer of each step."""
+        if self._resting and sending.sender.kv_due:
+            woken = min(count, self._resting)
+            self._resting -= woken
+            (self._bulk if self._apart else self._work).notify(woken)
+
+    def _wake_all(self) -> None:
+        """There may be control frames to send, for whoever sends them. Under the lock."""
+        if not self._apart:
+            self._resting = 0
+        self._work.notify_all()
 
     def _await_job(self, pick: Pick) -> Job | None:
         """Wait for work; None: the link is closed."""
@@ -264,6 +275,7 @@ class OutboundLink:
             while (job := pick()) is None:
                 if self._closed:
                     return None
+                self._resting += pick != self._pick_control
                 (self._bulk if pick == self._pick_kv else self._work).wait()
             return self._taken(job)
 
@@ -278,12 +290,14 @@ class OutboundLink:
             job[0].reading += 1
         return job
 
-    def _begin(self, channel: Channel, pick: Pick, room: int, job: Job | None) -> tuple[_Begun, Job | None]:
+    def _begin(self, channel: Channel, pick: Pick, room: int, job: Job | None) -> tuple[_Begun, Job | None, bool]:
         """Begin to copy the frame of ``job``, and with it others that may go now: together half of what one may have at most, since
-        none leaves before all are copied. Also the job without KV that came instead of another, if one did."""
+        none leaves before all are copied. Also the job without KV that came instead of another, if one did, and whether there was
+        none of either kind."""
         frames: list[tuple[_Sending, Header]] = []
         wanted: list[Wanted] = []
         size = 0
+        more = False
         try:
             while job is not None and job[0] is not None:
                 sending, header = job[0], job[1].header
@@ -292,16 +306,18 @@ class OutboundLink:
                 size += header.payload_bytes
                 more = len(frames) < self._store.together and size < self._most_kv_bytes // 2 and channel.has_room(room)
                 job = self._job(pick) if more else None
-            return _Begun(frames, self._store.read(wanted)), job
+            return _Begun(frames, self._store.read(wanted)), job, more and job is None
         except BaseException:
             self._done_reading(frames)
             raise
 
     def _finish(self, channel: Channel, begun: _Begun) -> None:
         flags = begun.reading.flags
+        headers = []
         for (_, header), checksum in zip(begun.frames, self._end_copy(begun), strict=True):
             sealed = msgspec.structs.replace(header, flags=header.flags | flags) if flags else header
-            channel.commit(seal_over(sealed, checksum, self._checksum))
+            headers.append(seal_over(sealed, checksum, self._checksum))
+        channel.commit(*headers)
 
     def _end_copy(self, begun: _Begun) -> list[int]:
         try:
@@ -325,7 +341,7 @@ class OutboundLink:
     def _pick_kv(self) -> Job | None:
         job = self._in_turn(Sender.next_kv)
         if job is not None and self._sendings[job[1].header.transfer].sender.all_sent:
-            self._work.notify_all()  # now the handoff may go
+            self._wake_all()  # now the handoff may go
         return job
 
     def _farewell(self) -> Job | None:
@@ -352,7 +368,7 @@ class OutboundLink:
                     if sending is not None:
                         sending.sender.receive(header, payload, self._clock.now_ns())
                         self._settle(sending)
-                        self._wake_bulk(len(self._channels))
+                        self._wake_bulk(sending, len(self._channels))
         except (ChannelClosed, FrameError) as error:
             reason = f"KV connection to {self._order.target} ended: {error}"
         finally:
@@ -375,7 +391,7 @@ class OutboundLink:
         frame = sender.next_frame()
         if frame is not None:
             self._farewells.append(frame)
-            self._work.notify_all()
+            self._wake_all()
 
     def _wait_for_copy(self, sending: _Sending) -> None:
         while sending.reading:

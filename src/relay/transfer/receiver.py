@@ -1,12 +1,13 @@
 """D's side of one transfer as a pure state machine: what may be written, and when everything is there.
 
-Coverage is one bit a (layer, token, head); a frame may hold several layers and any of their heads. Complete means: every bit
-set and the handoff received, in any order. A frame of another epoch or attempt, or for a transfer that is over, changes nothing.
+Coverage is by (layer, token, head); a frame may hold several layers and any of their heads. Complete means: all of it
+has come and the handoff too, in any order. A frame of another epoch or attempt, or for a transfer that is over, changes nothing.
 """
 
 from enum import StrEnum
 
 from relay.transfer.contract import Layout, ReceiveOrder, TransferLimits
+from relay.transfer.coverage import Runs, mask_of, nothing, with_range
 from relay.transfer.frame import (
     FLAG_EMPTY,
     Abort,
@@ -68,8 +69,8 @@ class Receiver:
         self.frames_copied = 0
         self._first = min(order.first_token, order.num_tokens)
         self._count = order.num_tokens - self._first
-        self._full = self._bits(self._count, layout.num_kv_heads)
-        self._covered = [0] * layout.num_layers  # of each, bit ``token * heads + head``, counted from the first token
+        self._full: Runs = ((self._count, mask_of((0, layout.num_kv_heads))),)
+        self._covered = [nothing(self._count)] * layout.num_layers  # of each, counted from the first token
         self._layers_missing = layout.num_layers if self._count else 0
         self._bytes_credited = 0
         self._replies: list[Outgoing] = []
@@ -112,25 +113,23 @@ class Receiver:
         """The KV of an admitted frame is in the blocks. Nothing, if the transfer ended meanwhile."""
         if self.over:
             return
-        first = (header.first_token - self._first) * self.layout.num_kv_heads + header.first_head
-        mask = self._bits(header.token_count, header.head_count) << first
+        first = header.first_token - self._first
+        heads = mask_of((header.first_head, header.head_count))
+        before: Runs = ()
+        after: Runs = ()
         for layer in range(header.layer, header.layer + header.layers):
-            if self._covered[layer] is not self._full:
-                self._covered[layer] |= mask
-                if self._covered[layer] == self._full:
-                    self._covered[layer] = self._full  # one number for all layers: this many bits a layer are many
-                    self._layers_missing -= 1
+            has = self._covered[layer]
+            if has != self._full:
+                if has != before:  # layers that came together have come alike so far
+                    before, after = has, with_range(has, first, first + header.token_count, heads)
+                self._covered[layer] = after
+                self._layers_missing -= after == self._full
         self.bytes_copied += header.payload_bytes
         self.frames_copied += 1
         self.watchdog.arrived(self.bytes_copied, now_ns)
-        if self.bytes_copied - self._bytes_credited >= self.limits.window_bytes // 2:
+        if self.bytes_copied - self._bytes_credited >= (self.limits.credit_bytes or self.limits.window_bytes // 2):
             self._credit()
         self._check_complete()
-
-    def _bits(self, tokens: int, heads: int) -> int:
-        """The first ``heads`` bits of each of ``tokens`` tokens."""
-        each = self.layout.num_kv_heads
-        return ((1 << tokens * each) - 1) // ((1 << each) - 1) * ((1 << heads) - 1)
 
     def receive(self, header: Header, payload: bytes | bytearray | memoryview, now_ns: int) -> None:
         """Any frame of P but KV. Raises FrameError for a payload that is none."""

@@ -86,6 +86,17 @@ class _Part:
         self.is_ready = [False] * layout.num_layers
 
 
+class _Due(NamedTuple):
+    """A frame that may go."""
+
+    part: _Part
+    layer: int
+    layers: int
+    first: int
+    tokens: int
+    size: int
+
+
 class Sender:
     """One transfer on P. Time comes in as an argument; nothing here blocks or does I/O."""
 
@@ -183,6 +194,11 @@ class Sender:
         """``next_frame`` of a connection that carries nothing else; frames of several may overtake each other."""
         return self._next_kv() if self._ready and not self.over else None
 
+    @property
+    def kv_due(self) -> bool:
+        """Whether ``next_kv`` has a frame: else nobody need be woken to ask for it."""
+        return bool(self._ready) and not self.over and self._due() is not None
+
     def _next_urgent(self) -> Outgoing | None:
         if self._abort_due:
             self._abort_due = False
@@ -250,7 +266,8 @@ class Sender:
             part.is_ready[layer] = True
             self._ready.append((part, layer))
 
-    def _next_kv(self) -> Outgoing | None:
+    def _due(self) -> _Due | None:
+        """The next frame, if the window has room for it and it need not wait for more layers."""
         part, layer = self._ready[0]
         first = part.sent[layer]
         pending = self._written[layer] - first
@@ -262,6 +279,13 @@ class Sender:
         in_flight = self.bytes_sent - self._bytes_credited
         if not layers or (in_flight > 0 and in_flight + size > self.limits.window_bytes):
             return None
+        return _Due(part, layer, layers, first, count, size)
+
+    def _next_kv(self) -> Outgoing | None:
+        due = self._due()
+        if due is None:
+            return None
+        part, layer, layers, first, count, size = due
         self.bytes_sent += size
         self.frames_sent += 1
         for sent in range(layer, layer + layers):

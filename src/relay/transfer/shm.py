@@ -185,11 +185,12 @@ class RingSender(_RingChannel):
     def reserve_kv(self, size: int) -> memoryview:
         return self.reserve(size)
 
-    def commit(self, raw_header: bytes) -> None:
-        placement = self._reserved.popleft()
-        self._ring.bytes[placement.slot : placement.slot + SLOT_BYTES] = slot_bytes(self._number, raw_header)
-        self._number += 1
-        os.eventfd_write(self._ring.frames.number, 1)
+    def commit(self, *raw_headers: bytes) -> None:
+        for raw_header in raw_headers:
+            placement = self._reserved.popleft()
+            self._ring.bytes[placement.slot : placement.slot + SLOT_BYTES] = slot_bytes(self._number, raw_header)
+            self._number += 1
+        os.eventfd_write(self._ring.frames.number, len(raw_headers))
 
     def receive_header(self) -> bytes:
         return self._stream.receive_header()
@@ -200,8 +201,8 @@ class RingSender(_RingChannel):
     def receive_kv(self, size: int) -> memoryview:
         return self._stream.receive_kv(size)
 
-    def done(self) -> None:
-        self._stream.done()
+    def done(self, count: int = 1) -> None:
+        self._stream.done(count)
 
     def ready(self) -> bool:
         return False
@@ -229,8 +230,8 @@ class RingReceiver(_RingChannel):
     def reserve_kv(self, size: int) -> memoryview:
         return self._stream.reserve_kv(size)
 
-    def commit(self, raw_header: bytes) -> None:
-        self._stream.commit(raw_header)
+    def commit(self, *raw_headers: bytes) -> None:
+        self._stream.commit(*raw_headers)
 
     def receive_header(self) -> bytes:
         ring = self._ring
@@ -257,8 +258,9 @@ class RingReceiver(_RingChannel):
         self._held.append(placement.occupied)
         return self._ring.bytes[placement.payload : placement.payload + size]
 
-    def done(self) -> None:
-        self._spare += self._held.popleft()
+    def done(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._spare += self._held.popleft()
         self._give_back(self._ring.capacity // 4)
 
     def _give_back(self, least: int) -> None:

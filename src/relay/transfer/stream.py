@@ -1,7 +1,6 @@
 """Frames over a connected stream socket: the whole of a TCP channel, and the way back of a shared-memory one."""
 
 import errno
-import select
 import socket
 import time
 from collections import deque
@@ -50,7 +49,11 @@ class StreamChannel:
     def reserve_kv(self, size: int) -> memoryview:
         return self.reserve(size)
 
-    def commit(self, raw_header: bytes) -> None:
+    def commit(self, *raw_headers: bytes) -> None:
+        for raw_header in raw_headers:
+            self._commit(raw_header)
+
+    def _commit(self, raw_header: bytes) -> None:
         buffer, size = self._reserved.popleft()
         self._free.append(buffer)
         payload = buffer[:size]
@@ -65,14 +68,14 @@ class StreamChannel:
             raise ChannelClosed(f"{self.peer}: {error}") from error
 
     def receive_header(self) -> bytes:
-        self._receive_into(self._head, "")
+        self.receive_into(self._head, "")
         return bytes(self._head)
 
     def receive_payload(self, size: int) -> memoryview:
         if size > len(self._received):
             self._received = memoryview(bytearray(size))
         view = self._received[:size]
-        self._receive_into(view, " in the middle of a frame")
+        self.receive_into(view, " in the middle of a frame")
         return view
 
     def receive_kv(self, size: int) -> memoryview:
@@ -80,24 +83,16 @@ class StreamChannel:
         if size > len(buffer):
             buffer = self._allocate(size)
         self._held.append(buffer)
-        self._receive_into(buffer[:size], " in the middle of a frame")
+        self.receive_into(buffer[:size], " in the middle of a frame")
         return buffer[:size]
 
-    def done(self) -> None:
-        self._spare.append(self._held.popleft())
+    def done(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._spare.append(self._held.popleft())
 
     def ready(self) -> bool:
         """Never known: a peer may stop in the middle of a payload, and what has arrived before is written first."""
         return False
-
-    def readable(self) -> bool:
-        """Whether something has come, or the end."""
-        try:
-            poll = select.poll()
-            poll.register(self.socket, select.POLLIN | select.POLLRDHUP)
-            return bool(poll.poll(0))
-        except (OSError, ValueError):
-            return True  # closed by another thread: ``receive_header`` says so
 
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout_s = seconds
@@ -117,7 +112,8 @@ class StreamChannel:
     def release(self) -> None:
         """The memory is Python's."""
 
-    def _receive_into(self, view: memoryview, where: str) -> None:
+    def receive_into(self, view: memoryview, where: str) -> None:
+        """Fill ``view``; ``where`` an end would be. Raises ChannelClosed."""
         received = 0
         seconds = self._timeout_s
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -136,6 +132,60 @@ class StreamChannel:
                 received += count
         except OSError as error:
             raise ChannelClosed(f"{self.peer}: {error}") from error
+
+
+class ReadAhead:
+    """What has come over a stream that carries small frames alone, taken as it is there: where several have come, they cost one
+    call and one turn of the interpreter's lock."""
+
+    def __init__(self, stream: StreamChannel) -> None:
+        self._stream = stream
+        self._buffer = memoryview(bytearray(1 << 12))
+        self._start = self._end = 0
+
+    def has(self, size: int) -> bool:
+        """Whether ``take`` of ``size`` bytes need not wait, or raises at once."""
+        try:
+            while self._end - self._start < size:
+                if not self._more(socket.MSG_DONTWAIT):
+                    return True
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):
+            return True  # closed by another thread: ``take`` says so
+        return True
+
+    def take(self, size: int) -> bytes:
+        """Of up to the buffer's size. Raises ChannelClosed."""
+        try:
+            while (there := self._end - self._start) < size:
+                if not self._more(0):
+                    middle = f" in the middle of a frame ({there} of {size} bytes)" if there else ""
+                    raise ChannelClosed(f"{self._stream.peer} closed the connection{middle}")
+        except OSError as error:
+            raise ChannelClosed(f"{self._stream.peer}: {error}") from error
+        taken = bytes(self._buffer[self._start : self._start + size])
+        self._start += size
+        return taken
+
+    def take_all(self, size: int) -> memoryview:
+        """A payload of any size. Raises ChannelClosed."""
+        if size <= len(self._buffer):
+            return memoryview(self.take(size))
+        view, there = memoryview(bytearray(size)), self._end - self._start
+        view[:there] = self.take(there)
+        self._stream.receive_into(view[there:], " in the middle of a frame")
+        return view
+
+    def _more(self, flags: int) -> int:
+        """Bytes that came, 0 at the end."""
+        rest = self._end - self._start
+        if rest:
+            self._buffer[:rest] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, rest
+        count = self._stream.socket.recv_into(self._buffer[rest:], 0, flags)
+        self._end += count
+        return count
 
 
 def _ordinary(size: int) -> memoryview:

@@ -54,15 +54,20 @@ def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
 
 
 def area_bytes(total: int) -> int:
-    """Of the memory that one connection over CUDA IPC gets on a device of ``total`` bytes: 512 MiB on the largest."""
-    return max(64 << 20, min(512 << 20, total // 256)) >> 21 << 21
+    """Of the memory that one connection over CUDA IPC gets on a device of ``total`` bytes: 514 MiB on the largest. The 2 MiB are
+    for the records' slots: four frames of a quarter of the rest are under way at once and not three."""
+    return (max(64 << 20, min(512 << 20, total // 256)) >> 21 << 21) + (2 << 20)
 
 
 def flow_of(backend: str) -> Flow:
     """What suits ``backend``: on a device a frame costs launches and waits, so it is large, and many are under way at once. A
-    prompt of 256 tokens (32 MiB in Llama's 8B) is one frame, and four layers of 2,048 tokens are; in the ring a layer is."""
+    prompt of 256 tokens (32 MiB in Llama's 8B) is one frame, and four layers of 2,048 tokens are; in the ring a layer is. The
+    window is so wide that the ring or the area bounds what is under way: room comes back frame by frame, credit for several."""
     if backend == "cuda":
-        return Flow(64 << 20, TransferLimits(max_frame_bytes=128 << 20, window_bytes=384 << 20, join_bytes=32 << 20))
+        limits = TransferLimits(
+            max_frame_bytes=128 << 20, window_bytes=1 << 30, join_bytes=32 << 20, credit_bytes=192 << 20
+        )
+        return Flow(64 << 20, limits)
     return Flow(DEFAULT_RING_BYTES, TransferLimits())
 
 

@@ -211,10 +211,7 @@ class KvTransfers:
         """Begin to copy the frames into their places, once their layers are written."""
         lane = self._lane()
         ranges = [one for one, _ in frames]
-        waits = [
-            event for one in ranges for event in events.of(one.layer, one.block_table, one.first, one.count, one.layers)
-        ]
-        for written in {id(event): event for event in waits}.values():
+        for written in events.of(ranges):
             lane.stream.wait_event(written)
         self._follow(lane)
         launches, hosts = _by_memory(frames)
@@ -348,7 +345,8 @@ class KvTransfers:
     def _follow(self, lane: _Lane) -> None:
         """What ``lane`` does next comes after all other lanes' copies into the cache."""
         with self._lock:
-            self._written = {number: event for number, event in self._written.items() if not event.query()}
+            for number in [one for one in self._written if one != lane.number and self._written[one].query()]:
+                del self._written[number]
             others = [event for number, event in self._written.items() if number != lane.number]
         for event in others:
             lane.stream.wait_event(event)

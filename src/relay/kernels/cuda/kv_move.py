@@ -89,7 +89,7 @@ def shared_heads(one: KvRange, first_head: int, heads: int, all_heads: int) -> r
 
 
 class Plan:
-    """Frames of one launch as words for the device: a sum of zero each, their descriptions, their block tables."""
+    """Frames of one launch as words for the device: a sum of zero each, their descriptions, their block tables, each once."""
 
     def __init__(
         self,
@@ -113,20 +113,23 @@ class Plan:
         )
         rows: list[int] = []
         tables: list[np.ndarray] = []
-        at = self.frames * FIELDS
+        places: dict[
+            tuple[int, int, int], int
+        ] = {}  # of tables: frames of a launch are mostly other layers of the same tokens
+        end_of_tables = self.frames * FIELDS
         for one, offset in zip(ranges, offsets, strict=True):
-            begin, end = one.first // block_size, (one.first + one.count - 1) // block_size + 1
+            blocks = one.first // block_size, (one.first + one.count - 1) // block_size + 1
+            at = places.setdefault((id(one.block_table), *blocks), end_of_tables)
+            if at == end_of_tables:
+                tables.append(one.block_table[slice(*blocks)])
+                end_of_tables += len(tables[-1])
             asked, many = one.heads or (0, all_heads or heads)
             shared = shared_heads(one, first_head, heads, all_heads or heads)
             assert shared, "a frame none of whose heads are in this cache"
             low, high = shared.start, shared.stop
             own, others = low - first_head | (high - low) << 16, low - asked | many << 16
             rows += [offset // 4, at, one.first, one.count, one.layer, one.layers, own, others]
-            tables.append(np.asarray(one.block_table[begin:end], np.int32))
-            at += end - begin
-        self.words = np.concatenate([np.zeros(self.start, np.int32), np.array(rows, np.int32), *tables]).astype(
-            np.int32
-        )
+        self.words = np.concatenate([np.array([0] * self.start + rows, np.int32), *tables], dtype=np.int32)
 
 
 def move(kv: torch.Tensor, flat: torch.Tensor, plan: Plan, words: torch.Tensor, *, store: bool) -> torch.Tensor:

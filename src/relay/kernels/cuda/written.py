@@ -1,11 +1,13 @@
 """When K and V are in the cache: events that transfers wait for, instead of the steps that were queued since."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from relay.kernels.backend import Batch
+from relay.kernels.kv_frames import KvRange
 
 KEPT = 32  # steps whose events are kept; never are so many queued
 
@@ -62,16 +64,24 @@ class LayerEvents:
         self._copied.record()
         self._copying = self._ranks  # others may be late with it, but not behind where the ranks meet
 
-    def of(
-        self, layer: int, block_table: np.ndarray, first: int, count: int, layers: int = 1
-    ) -> list[torch.cuda.Event]:
-        """All passed once what was queued for these positions of ``layers`` from ``layer`` on is in the cache. Steps are queued on
-        one stream, so of several layers' events the one recorded last covers the others."""
-        blocks = block_table[first // self._block_size : (first + count - 1) // self._block_size + 1]
-        step = int(self._step_of[blocks].max(initial=0))
-        of_step = self._events[step % KEPT]
-        known = (
-            [of_step[at] or self._latest[at] for at in range(layer, layer + layers)] if step > self._step - KEPT else []
-        )
-        last = max((one for one in known if one is not None), key=lambda one: one.number, default=None)
+    def of(self, ranges: Sequence[KvRange]) -> list[torch.cuda.Event]:
+        """All passed once what was queued for ``ranges`` is in the cache. Steps are queued on one stream, so of the events of
+        several layers and frames the one recorded last covers the others."""
+        steps: dict[
+            tuple[int, int, int], int
+        ] = {}  # by positions: frames of a launch are mostly other layers of the same ones
+        last: _Recorded | None = None
+        for one in ranges:
+            positions = (id(one.block_table), one.first, one.count)
+            step = steps.get(positions)
+            if step is None:
+                begin, end = one.first // self._block_size, (one.first + one.count - 1) // self._block_size + 1
+                step = steps[positions] = int(self._step_of[one.block_table[begin:end]].max(initial=0))
+            if step <= self._step - KEPT:
+                continue
+            of_step = self._events[step % KEPT]
+            for layer in range(one.layer, one.layer + one.layers):
+                known = of_step[layer] or self._latest[layer]
+                if known is not None and (last is None or known.number > last.number):
+                    last = known
         return [event for event in (last and last.event, self._copied) if event is not None]
