@@ -72,6 +72,9 @@ class Ended:
     def __init__(self, count: int, end_s: float) -> None:
         self._sums, self._end_s = [0] * count, end_s
 
+    def ended(self) -> bool:
+        return time.monotonic() >= self._end_s
+
     def wait(self) -> list[int]:
         if self._end_s:
             time.sleep(max(0.0, self._end_s - time.monotonic()))

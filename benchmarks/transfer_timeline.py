@@ -44,6 +44,7 @@ class _NotedCopying:
     def __init__(self, copying: Any, stamps: Stamps, what: str, detail: str) -> None:
         self._copying, self._stamps = copying, stamps
         self._what, self._detail = what, detail
+        self.ended = copying.ended
 
     def wait(self) -> Any:
         self._stamps.take(f"{self._what}: wait called", self._detail)

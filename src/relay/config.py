@@ -51,7 +51,7 @@ class BackendDefaults:
 
 DEFAULTS: dict[BackendName, BackendDefaults] = {
     "cpu": BackendDefaults(),
-    "cuda": BackendDefaults(64, 256, 8192, 0, "bfloat16", step_deadline_s=2.0),
+    "cuda": BackendDefaults(64, 256, 2048, 0, "bfloat16", step_deadline_s=2.0),
     "reference": BackendDefaults(step_deadline_s=600.0),  # an interpreter is no engine to hurry
 }
 

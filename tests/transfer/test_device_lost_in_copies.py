@@ -24,7 +24,7 @@ def test_a_device_that_is_lost_under_several_copies_ends_the_thread_that_waits_f
             assert copy.done.wait(WAIT_S)
             raise DeviceLostError("the GPU failed")
 
-        return SimpleNamespace(wait=wait)
+        return SimpleNamespace(wait=wait, ended=lambda: False)
 
     pair.stores[0].delay_s = 0.05
     pair.stores[0].stage = lost

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from relay.kernels.kv_frames import Span, payload_digest
+from relay.transfer import store as store_module
 from relay.transfer.checksum import crc32c
 from relay.transfer.contract import (
     ReceiveCompleted,
@@ -20,6 +21,7 @@ from relay.transfer.contract import (
     write_frame_kv,
 )
 from relay.transfer.frame import FLAG_DIGEST, Handoff, Header, Kind, seal_over
+from relay.transfer.outbound import OutboundLink
 from relay.transfer.sender import Sender
 from tests.transfer.nodes import (
     SMALL,
@@ -47,6 +49,9 @@ class FakeCopy:
     def end(self, result):
         self.result = result
         self.done.set()
+
+    def ended(self):
+        return self.done.is_set()
 
     def wait(self):
         assert self.done.wait(WAIT_S)
@@ -250,6 +255,32 @@ def test_a_writer_sleeps_until_a_frame_may_go(scheme):
         pair.close()
 
 
+def test_a_frame_leaves_when_its_copy_has_ended_though_more_may_be_begun(monkeypatch):
+    pair = DevicePair("ipc", 4)
+    monkeypatch.setattr(store_module, "TOGETHER", 1)
+    seen = []
+    stage, finish = pair.stores[0].stage, OutboundLink._finish
+
+    def staged(frames):
+        copy = stage(frames)
+        assert copy.done.wait(WAIT_S)
+        seen.append("begun")
+        return copy
+
+    def finished(link, channel, begun):
+        seen.append("left")
+        finish(link, channel, begun)
+
+    pair.stores[0].stage = staged
+    monkeypatch.setattr(OutboundLink, "_finish", finished)
+    try:
+        pair.carry()
+        assert len(seen) >= 4
+        assert seen == ["begun", "left"] * (len(seen) // 2)
+    finally:
+        pair.close()
+
+
 def test_what_is_waited_for_goes_first():
     """Two transfers over one link; the one whose token is drawn sends all that it has before the other's next frame."""
     target = Node("d", "shm", limits=SMALL)
@@ -345,6 +376,7 @@ def test_bytes_that_changed_on_the_way_end_the_transfer_before_anyone_sees_them(
 class Lying:
     def __init__(self, copy):
         self.copy = copy
+        self.ended = copy.ended
 
     def wait(self):
         return [digest ^ 1 for digest in self.copy.wait()]

@@ -60,7 +60,7 @@ from relay.extras import require_gpu
 )
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens [default: the model's].")
 @click.option("--max-num-seqs", type=int, help="Sequences a worker runs at once [default: 64; cuda: 256].")
-@click.option("--max-num-batched-tokens", type=int, help="Tokens of one engine step [default: 256; cuda: 8192].")
+@click.option("--max-num-batched-tokens", type=int, help="Tokens of one engine step [default: 256; cuda: 2048].")
 @click.option("--block-size", type=int, help="Tokens of a KV block [default: 16; cuda: 64].")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Activations.")
 @click.option(

@@ -240,7 +240,8 @@ class OutboundLink:
                 if job is not None and job[0] is not None:
                     copies, job, idle = self._begin(channel, pick, room, job)
                     begun.append(copies)
-                while begun and (idle or job is not None or len(begun) >= self._store.depth):
+                full = len(begun) >= self._store.depth
+                while begun and (idle or job is not None or full or begun[0].reading.ended()):
                     self._finish(channel, begun.popleft())
                     if idle:
                         break

@@ -28,6 +28,10 @@ class Copying(Protocol):
         """Return when all bytes are where they should be: ``kv_frames.payload_digest`` of each frame. Raises DeviceLostError."""
         ...
 
+    def ended(self) -> bool:
+        """Whether ``wait`` returns or raises at once."""
+        ...
+
 
 class StagedStore(Protocol):
     """A backend whose blocks lie on a device: copies are queued on a stream of their own and compute never waits for them.
@@ -66,6 +70,10 @@ class Reading:
         self._values = values
         self._copying = copying
         self.flags = 0 if copying is None else FLAG_DIGEST  # of the frames: what their checksums are
+
+    def ended(self) -> bool:
+        """Whether ``finish`` does not wait."""
+        return self._copying is None or self._copying.ended()
 
     def finish(self) -> list[int]:
         """Wait for it; the checksum of each frame."""

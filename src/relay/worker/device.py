@@ -54,9 +54,9 @@ def device_wires(spec: WorkerSpec, host_identity: str) -> list[Wire]:
 
 
 def area_bytes(total: int) -> int:
-    """Of the memory that one connection over CUDA IPC gets on a device of ``total`` bytes: 514 MiB on the largest. The 2 MiB are
-    for the records' slots: four frames of a quarter of the rest are under way at once and not three."""
-    return (max(64 << 20, min(512 << 20, total // 256)) >> 21 << 21) + (2 << 20)
+    """Of the memory that one connection over CUDA IPC gets on a device of ``total`` bytes: 1 GiB on the largest, so that P fills
+    one half while D empties the other. The 2 MiB more are for the records' slots: eight of the largest frames fit and not seven."""
+    return (max(64 << 20, min(1 << 30, total // 128)) >> 21 << 21) + (2 << 20)
 
 
 def flow_of(backend: str) -> Flow:
@@ -65,7 +65,7 @@ def flow_of(backend: str) -> Flow:
     window is so wide that the ring or the area bounds what is under way: room comes back frame by frame, credit for several."""
     if backend == "cuda":
         limits = TransferLimits(
-            max_frame_bytes=128 << 20, window_bytes=1 << 30, join_bytes=32 << 20, credit_bytes=192 << 20
+            max_frame_bytes=128 << 20, window_bytes=2 << 30, join_bytes=32 << 20, credit_bytes=192 << 20
         )
         return Flow(64 << 20, limits)
     return Flow(DEFAULT_RING_BYTES, TransferLimits())

@@ -104,6 +104,12 @@ class Moving:
         ``unpinned``: bytes of frames whose own memory is not pinned, and that memory."""
         self._event, self._sums, self._unpinned = event, sums, unpinned
 
+    def ended(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except Exception:  # ``wait`` says what is wrong
+            return True
+
     @device_errors()
     def wait(self) -> list[int]:
         """Return when the bytes are where they should be: the digest of each frame."""
