@@ -281,6 +281,43 @@ def test_a_frame_leaves_when_its_copy_has_ended_though_more_may_be_begun(monkeyp
         pair.close()
 
 
+def test_of_as_many_copies_as_may_run_one_has_to_end_before_the_next_begins(monkeypatch):
+    """And not all of them: the device would have nothing to do while the last is waited for."""
+    pair = DevicePair("ipc", 3)
+    monkeypatch.setattr(store_module, "TOGETHER", 1)
+    copies, stage = [], pair.stores[0].stage
+
+    class Held:
+        """Ends when it is let go."""
+
+        def __init__(self, copy):
+            self.copy, self.free = copy, threading.Event()
+
+        def ended(self):
+            return self.free.is_set() and self.copy.ended()
+
+        def wait(self):
+            assert self.free.wait(WAIT_S)
+            return self.copy.wait()
+
+    def staged(frames):
+        copies.append(Held(stage(frames)))
+        return copies[-1]
+
+    pair.stores[0].stage = staged
+    try:
+        pair.start()
+        announce(pair.source)
+        eventually(lambda: len(copies) == 3)
+        copies[0].free.set()
+        eventually(lambda: len(copies) == 4)
+    finally:
+        pair.stores[0].stage = stage
+        for copy in copies:
+            copy.free.set()
+        pair.close()
+
+
 def test_what_is_waited_for_goes_first():
     """Two transfers over one link; the one whose token is drawn sends all that it has before the other's next frame."""
     target = Node("d", "shm", limits=SMALL)

@@ -223,7 +223,7 @@ class OutboundLink:
 
     def _write(self, channel: Channel, pick: Pick) -> None:
         """Send what ``pick`` gives until the link closes, with up to ``depth`` copies out of the blocks under way at once."""
-        room = max(self._most_kv_bytes, MAX_CONTROL_BYTES)
+        room, depth = max(self._most_kv_bytes, MAX_CONTROL_BYTES), self._store.depth
         begun: deque[_Begun] = deque()
         self._store.prepare(channel)
         try:
@@ -240,8 +240,7 @@ class OutboundLink:
                 if job is not None and job[0] is not None:
                     copies, job, idle = self._begin(channel, pick, room, job)
                     begun.append(copies)
-                full = len(begun) >= self._store.depth
-                while begun and (idle or job is not None or full or begun[0].reading.ended()):
+                while begun and (idle or job is not None or len(begun) >= depth or begun[0].reading.ended()):
                     self._finish(channel, begun.popleft())
                     if idle:
                         break
