@@ -187,9 +187,8 @@ def prefill(
         prefill_attention(qkv, k_cache, v_cache, block_tables, work, out, scale, tile_rows=rows, warps=warps, stages=2)
 
 
-def in_one_round(keys: int, k_cache: torch.Tensor) -> bool:
+def in_one_round(keys: int, kv_heads: int, block_size: int, dim: int) -> bool:
     """Whether ``prefill`` lays its programs out the same for ``keys`` as for none: what a graph keeps."""
-    _, kv_heads, block_size, dim = k_cache.shape
     return not _hopper(block_size, dim) or attention_hopper.stay_in_l2(keys, kv_heads, dim)
 
 

@@ -86,6 +86,7 @@ class CudaBackend:
         self._draws = Draws(max_rows)
         self._meetings: Mapping[int, Meeting] = {}
         self._kept: Set[str] = frozenset()
+        self._most_heads = 0  # of ranks
         self._capacity = 0
         self._step: Step | None = None
         self._mode: Mode = PLAIN
@@ -112,9 +113,10 @@ class CudaBackend:
         self._device.vectors.update(vectors)
         self.bind(program)
 
-    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan, kept: Set[str]) -> None:
-        """Before ``load``: this is one rank of several, and meets the others after these ops. ``kept``: never quantised."""
-        self._meetings, self._device.areas, self._kept = meetings, areas, kept
+    def set_meetings(self, meetings: Mapping[int, Meeting], areas: AreaPlan, kept: Set[str], most_heads: int) -> None:
+        """Before ``load``: this is one rank of several, and meets the others after these ops. ``kept``: never quantised.
+        ``most_heads``: KV heads of the rank with the most, by which all choose their graphs."""
+        self._meetings, self._device.areas, self._kept, self._most_heads = meetings, areas, kept, most_heads
 
     def set_links(self, links: Links) -> None:
         """Before the first step: where the other ranks are."""

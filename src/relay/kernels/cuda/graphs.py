@@ -117,7 +117,9 @@ class StepGraphs:
         """``many``: programs for as many prompts as there are sequences, and not for a few."""
         backend = self._backend
         programs = self._programs(rows, sequences if many else self._sequences[0])
-        shared = in_one_round(keys, backend._device.caches[0][0])
+        _, heads, block_size, dim = backend._device.caches[0][0].shape
+        # As the rank with the most heads would: a capture runs the step once more, and there all ranks meet.
+        shared = in_one_round(keys, max(heads, backend._most_heads), block_size, dim)
         return GraphSize(
             rows, sequences, self._width(splits), sequences, decodes, programs, splits, 0 if shared else 1 << 30
         )

@@ -16,7 +16,7 @@ from relay.kernels.cuda.memory import does_not_fit
 from relay.kernels.cuda.rank_meetings import MAX_RANKS, STATE_WORDS, Links, plan_areas
 from relay.kernels.kv_frames import SharingFailed
 from relay.kernels.program import Embed, Program
-from relay.kernels.ranks.split import split_program
+from relay.kernels.ranks.split import kv_head_ranges, split_program
 from relay.kernels.ranks.weights import RankWeights
 from relay.kernels.weights import WeightSource
 
@@ -52,7 +52,8 @@ class CudaRankShare:
         # Part of a tied head is a matrix of its own here, and stays in 16 bits as the whole one does.
         embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
         kept = {name for name, cut in part.cuts.items() if cut.name in embeddings}
-        self.backend.set_meetings(part.meetings, plan, kept)
+        most_heads = max(high - low for low, high in kv_head_ranges(program.geometry, self._ranks))
+        self.backend.set_meetings(part.meetings, plan, kept, most_heads)
         self.backend.load(part.program, RankWeights(weights, part.cuts))
         for meeting in part.meetings.values():
             bias = getattr(meeting, "bias", None)
