@@ -121,8 +121,7 @@ class AreaSender(_AreaChannel):
 
     def _send_headers(self, headers: list[bytes]) -> None:
         if headers:
-            self._stream.reserve(0)
-            self._stream.commit(b"".join(headers))
+            self._stream.send(b"".join(headers))
             headers.clear()
 
     def receive_kv(self, size: int) -> Span:

@@ -67,6 +67,13 @@ class StreamChannel:
         except OSError as error:
             raise ChannelClosed(f"{self.peer}: {error}") from error
 
+    def send(self, raw: bytes) -> None:
+        """Headers whose payloads go another way. Raises ChannelClosed."""
+        try:
+            self.socket.sendall(raw)
+        except OSError as error:
+            raise ChannelClosed(f"{self.peer}: {error}") from error
+
     def receive_header(self) -> bytes:
         self.receive_into(self._head, "")
         return bytes(self._head)
