@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
@@ -13,9 +14,11 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch
 
 import torch
 
+from relay.kernels.backend import Batch
 from relay.kernels.cuda import attention_hopper, attention_prefill, rank_share
+from relay.kernels.cuda.attention_decode import split_count
 from relay.kernels.cuda.graphs import GraphSize, StepGraphs
-from relay.kernels.cuda.step import shape_of
+from relay.kernels.cuda.step import Layout, fill, shape_of
 from relay.kernels.probe import ProbeWeights, probe_program
 from relay.kernels.program import Program
 from tests.cuda.batches import batch_of
@@ -66,3 +69,39 @@ def test_ranks_choose_alike_whatever_their_heads(monkeypatch: pytest.MonkeyPatch
         assert len(sizes) == 1, (end, sizes)
         chosen.update(size.keys for size in sizes if size is not None)
     assert len(chosen) == 2, "no step is on either side of what the second-level cache holds"
+
+
+def some_step(chance: np.random.Generator) -> Batch:
+    """Prompts and decode rows, some behind many tokens that are computed already."""
+    pieces = []
+    for slot in range(int(chance.integers(1, 65))):
+        count = int(chance.choice([1, 1, 2, 3, 17, 60]))
+        first = int(chance.choice([0, 5, 500, 3000, 20000])) if chance.random() < 0.3 else 0
+        table = chance.integers(1, 1000, -(-(first + count) // BLOCK))
+        pieces.append(([7] * count, first, table, slot))
+    return batch_of(pieces)
+
+
+def test_a_graph_holds_every_step_that_chooses_it() -> None:
+    backend = rank_of(probe_program(), 1, 0)
+    graphs = StepGraphs(backend, 64, 2048)  # type: ignore[arg-type]
+    chance = np.random.default_rng(1)
+    held = few = 0
+    while held < 200:
+        batch = some_step(chance)
+        shape = shape_of(batch, Backend._group, Backend._tile_rows)
+        size = graphs._size_of(batch, shape)
+        if size is None:
+            assert len(batch.token_ids) > graphs.most_tokens or shape.only_decode
+            continue
+        held += 1
+        few += size.programs < graphs._programs(size.rows, size.sequences)
+        longest = int(batch.positions.max()) + 1
+        assert size.width * BLOCK >= longest
+        assert size.splits >= split_count(longest)
+        layout = Layout(*size)
+        packed = np.full(layout.words, -7, np.int32)
+        fill(layout, packed, batch, shape, 64)  # raises where something does not fit
+        tables = layout.host(packed, "block_tables")[: len(batch.slots), : batch.block_tables.shape[1]]
+        assert np.array_equal(tables, batch.block_tables)
+    assert 0 < few < held

@@ -79,7 +79,7 @@ def test_second_launch_hands_over_addresses_in_the_kernels_order() -> None:
     assert kernel.kept == [(*head, other.data_ptr(), b.data_ptr(), 64, 0.5, 7, True)]
 
 
-@pytest.mark.parametrize("change", ["dtype", "fixed", "options", "odd", "one", "wide", "device"])
+@pytest.mark.parametrize("change", ["dtype", "fixed", "options", "odd", "eight", "one", "wide", "unsigned", "device"])
 def test_whatever_compiling_depends_on_compiles_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
@@ -94,10 +94,14 @@ def test_whatever_compiling_depends_on_compiles_anew(change: str, monkeypatch: p
             options = Options(False, 4)
         case "odd":
             integers = (49,)
+        case "eight":
+            integers = (40,)
         case "one":
             integers = (1,)
         case "wide":
             integers = (1 << 32,)
+        case "unsigned":
+            integers = (1 << 31,)
         case "device":
             monkeypatch.setattr(launcher, "_device", lambda: 1)
     launch(GRID, memory, integers, fixed, options)
@@ -112,6 +116,10 @@ def test_memory_at_an_odd_place_always_takes_tritons_way() -> None:
     for shift in (0, 1, 1, 0):
         launch(GRID, (aligned(32, torch.bfloat16, shift),), (), (7,), Options(False))
     assert (len(kernel.anew), len(kernel.kept)) == (3, 1)
+    odd, even = aligned(32, torch.bfloat16, 1), aligned(32, torch.bfloat16)
+    for memory in ((even, even), (odd, even), (even, odd), (even, even)):
+        launch(GRID, memory, (), (7,), Options(False))
+    assert (len(kernel.anew), len(kernel.kept)) == (6, 2)
 
 
 def test_a_tensor_map_is_made_once_for_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +143,29 @@ def test_a_tensor_map_is_made_once_for_a_matrix(monkeypatch: pytest.MonkeyPatch)
     launch(GRID, (Tiles(x[:48], (16, 32)), Tiles(w, (32, 32)), w), (16,), (5,), Options(False))
     assert len(made) == 3
     assert kernel.kept[-1][13:15] == ("map 3", 48)
+    again = aligned(64 * 32, torch.bfloat16).view(64, 32)  # of the same shape elsewhere
+    wide = x.view(-1).as_strided((32, 32), (64, 1))  # of other rows at the same place
+    narrow = x.view(-1).as_strided((32, 32), (32, 1))
+    for number, other in enumerate((again, wide, narrow), 4):
+        launch(GRID, (Tiles(other, (16, 32)), Tiles(w, (32, 32)), w), (16,), (5,), Options(False))
+        assert kernel.kept[-1][13] == f"map {number}"
+        assert made[-1][0] == other.data_ptr()
+    launch(GRID, (Tiles(w, (16, 32)), Tiles(w, (16, 32)), w), (16,), (5,), Options(False))  # compiled anew
+    launch(GRID, (Tiles(w, (16, 32)), Tiles(w, (16, 32)), w), (16,), (5,), Options(False))
+    assert [meta for *_, meta in made[6:]] == ["first", "second"], "a map is what its parameter was compiled for"
+
+
+def test_tiles_of_another_type_or_size_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.backends.nvidia.driver as driver
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda descriptor, meta: ["map"])
+    kernel = Kernel(metas=["first"])
+    launch = Launcher(kernel)
+    for dtype, block in ((torch.bfloat16, (16, 32)), (torch.float16, (16, 32)), (torch.bfloat16, (32, 32))):
+        for _ in range(2):
+            x = aligned(64 * 32, dtype).view(64, 32)
+            launch(GRID, (Tiles(x, block),), (), (5,), Options(False))
+    assert [arguments[4] for arguments in kernel.kept] == [1001, 1002, 1003]
 
 
 def test_a_kernel_that_wants_scratch_memory_is_refused() -> None:

@@ -58,6 +58,13 @@ def test_a_read_waits_for_the_step_that_wrote_its_blocks() -> None:
         both = [KvRange(0, 1, 0, 16, other), KvRange(0, 2, 0, 20, mine)]
         assert times(events.of(both)) == times(events.of(both[::-1])) == [3], "and of several frames"
         assert times(events.of([KvRange(0, 1, 0, 16, mine), KvRange(1, 1, 0, 20, mine)])) == [2]
+        assert times(events.of([KvRange(0, 1, 0, 16, mine), KvRange(0, 1, 0, 16, other)])) == [3], "of several tables"
+        events.begin(batch(20, 2, [1, 2]))  # goes on in block 2
+        events.ran(0, 9)  # both at time 4
+        assert times(events.of([KvRange(0, 1, 0, 16, mine)])) == [1]
+        assert times(events.of([KvRange(0, 1, 0, 16, mine), KvRange(0, 1, 0, 20, mine)])) == [4], (
+            "and of several lengths"
+        )
 
 
 def test_a_step_that_has_not_come_to_the_layer_does_not_hide_what_was_written_before() -> None:

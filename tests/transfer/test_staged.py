@@ -255,6 +255,25 @@ def test_a_writer_sleeps_until_a_frame_may_go(scheme):
         pair.close()
 
 
+def test_writers_that_wait_are_counted_once_and_end_with_the_link(scheme):
+    before = set(threading.enumerate())
+    pair = DevicePair(scheme, 1, TransferLimits(512, 4096, 8192, probe_ns=200_000_000))
+    try:
+        for _ in range(5):
+            pair.carry()
+            assert isinstance(pair.source.event(), SendAcknowledged)
+        (link,) = pair.source.transport._links.values()
+        writers = max(1, len(link._channels) - 1)
+        eventually(lambda: link._resting >= writers)
+        assert link._resting == writers
+        mine = {one for one in set(threading.enumerate()) - before if one.name.startswith("kv-send-")}
+        assert len(mine) == len(link._channels)
+        pair.source.transport.close()
+        eventually(lambda: not any(one.is_alive() for one in mine))
+    finally:
+        pair.close()
+
+
 def test_a_frame_leaves_when_its_copy_has_ended_though_more_may_be_begun(monkeypatch):
     pair = DevicePair("ipc", 4)
     monkeypatch.setattr(store_module, "TOGETHER", 1)
@@ -406,6 +425,32 @@ def test_bytes_that_changed_on_the_way_end_the_transfer_before_anyone_sees_them(
         assert isinstance(event, ReceiveFailed)
         assert "damaged KV frame" in event.reason
         assert isinstance(pair.source.event(), SendFailed)
+    finally:
+        pair.close()
+
+
+def test_one_damaged_frame_of_several_that_are_written_together_ends_the_transfer():
+    pair = DevicePair("shm", 6, JOINED)
+    pair.stores[1].delay_s = 0.03
+    honest = pair.stores[1].collect
+
+    class LastIsWrong:
+        def __init__(self, copy):
+            self.copy = copy
+
+        def wait(self):
+            *others, last = self.copy.wait()
+            return [*others, last ^ bool(others)]
+
+    pair.stores[1].collect = lambda frames: LastIsWrong(honest(frames))
+    try:
+        pair.start()
+        announce(pair.source)
+        pair.source.transport.send_handoff(7, Handoff(token_id=1))
+        event = pair.target.event()
+        assert max(pair.stores[1].together) > 1
+        assert isinstance(event, ReceiveFailed)
+        assert "damaged KV frame" in event.reason
     finally:
         pair.close()
 
