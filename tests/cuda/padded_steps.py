@@ -79,11 +79,12 @@ def steps() -> list[Batch]:
     ]
 
 
-def outcome(backend: CudaBackend, batch: Batch, twice: bool) -> tuple[list[SampledToken], np.ndarray, bytes]:
-    """What a step draws, its logits, and all KV behind it."""
+def outcome(backend: CudaBackend, batch: Batch, twice: bool) -> tuple[list[SampledToken], np.ndarray, bytes, list[int]]:
+    """What a step draws, its logits, and all KV and every slot's last token behind it."""
     batch.capture_logits = len(batch.sampled_rows) > 0
     ops = len(probe_program().ops)
     if twice:  # the first of its size may be launched op by op
+        backend._tables.flush()
         last = backend._tables.last_tokens.clone()
         backend.run(0, ops, batch)
         backend.sample(batch)
@@ -92,7 +93,8 @@ def outcome(backend: CudaBackend, batch: Batch, twice: bool) -> tuple[list[Sampl
     assert backend._replayed == twice
     drawn = backend.sample(batch)
     logits = backend.logits() if batch.capture_logits else np.zeros(0, np.float32)
-    return drawn, logits, backend.pool[:, :, 1:].contiguous().view(torch.int16).numpy().tobytes()
+    kv = backend.pool.view(torch.int16).numpy().tobytes()
+    return drawn, logits, kv, backend._tables.last_tokens[:8].tolist()
 
 
 def check_padded_steps() -> None:
@@ -115,6 +117,7 @@ def check_padded_steps() -> None:
             assert want[0] == found[0], f"step {number}: draws {want[0]} {found[0]}"
             assert np.array_equal(want[1], found[1]), f"step {number}: logits"
             assert want[2] == found[2], f"step {number}: KV"
+            assert want[3] == found[3], f"step {number}: last tokens"
         sizes = {size for size, _ in backends[1]._graphs._graphs}
         assert {size.decodes > 0 for size in sizes} == {False, True}
         assert len({size.programs for size in sizes if size.rows == 32}) == 2, "none for many prompts"
