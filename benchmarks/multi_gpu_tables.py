@@ -69,6 +69,10 @@ def headline(document: Document, number: Number) -> str:
     text += "."
     shares = [row["after_share_of_copy_rate"] for row in parts.get("kv", {}).values() if isinstance(row, dict)]
     missed = []
+    if min(row["itl_p99"] for row in ratios.values()) < 3:
+        missed.append("three times shorter gaps than the best token budget")
+    if (least := min(row["goodput"] for row in ratios.values())) < 1.2:
+        missed.append(f"1.2 times its goodput at every load ({number(least)} at the lowest)")
     if shares and min(shares) < 0.8:
         missed.append(
             f"a burst of KV at 80 % of the copy rate (it is {100 * min(shares):.0f} to {100 * max(shares):.0f})"
