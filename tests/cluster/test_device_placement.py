@@ -11,9 +11,20 @@ from relay.config import ServeConfig, WorkerConfig
 from relay.devices import RoleDevices, place
 from relay.errors import DoesNotFitError, UsageError
 from relay.local.workers import LocalWorkers
+from relay.models.config import ModelConfig, RopeConfig
 
 NEED = Need(weight_bytes=15 * GIB, kv_bytes=0, least_kv_bytes=GIB, utilization=0.9)
+LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 8192, RopeConfig(5e5), tied_embeddings=False)
 SPLIT = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+
+
+def checked(
+    placement: dict[str, tuple[str, ...]], topology: Topology, need: Need = NEED, transport: str = "auto"
+) -> list[str]:
+    """``check`` with the roles that workers' names have."""
+    names = {"prefill": "prefill", "decode": "decode", "worker": "both"}
+    roles = {worker: names[worker.partition("-")[0]] for worker in placement}
+    return check(placement, roles, topology, need, transport)
 
 
 def test_workers_take_the_list_of_their_role_in_turn() -> None:
@@ -113,7 +124,7 @@ def test_visible_devices_are_renumbered() -> None:
 def test_what_cannot_be_asked_is_said_and_refuses_nothing() -> None:
     topology = detect({}, h200s(2, broken="Driver Not Loaded"))
     assert describe(topology) == ["not detected: NVML: Driver Not Loaded"]
-    assert check({"decode-0": ("cuda:9",)}, topology, NEED) == []
+    assert checked({"decode-0": ("cuda:9",)}, topology) == []
 
 
 def test_the_module_has_what_the_fake_has() -> None:
@@ -130,20 +141,20 @@ def test_a_device_that_does_not_exist() -> None:
         r"cuda:2 for decode-0 does not exist: this machine has cuda:0 \(NVIDIA H200\), cuda:1 \(NVIDIA H200\); name one"
     )
     with pytest.raises(UsageError, match=line):
-        check({"prefill-0": ("cuda:0",), "decode-0": ("cuda:2",)}, detect({}, h200s(2)), NEED)
+        checked({"prefill-0": ("cuda:0",), "decode-0": ("cuda:2",)}, detect({}, h200s(2)))
     with pytest.raises(UsageError, match="NVML finds no GPU"):
-        check({"decode-0": ("cuda:0",)}, detect({}, h200s(0)), NEED)
+        checked({"decode-0": ("cuda:0",)}, detect({}, h200s(0)))
 
 
 def test_two_workers_on_one_device_without_room() -> None:
     topology = detect({}, FakeNvml([24 * GIB, 24 * GIB], [23 * GIB, 23 * GIB]))
     apart = {"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}
-    assert check(apart, topology, NEED) == []  # 15 + 2 + 1 of 21.6
+    assert checked(apart, topology) == []  # 15 + 2 + 1 of 21.6
     together = {"prefill-0": ("cuda:0",), "decode-0": ("cuda:0",)}
-    assert check(together, topology, NEED) == []  # weights once: 15 + 2 x 3 of 21.6
+    assert checked(together, topology) == []  # weights once: 15 + 2 x 3 of 21.6
     crowded = {**together, "decode-1": ("cuda:0",)}
     with pytest.raises(DoesNotFitError) as refusal:
-        check(crowded, topology, NEED)
+        checked(crowded, topology)
     text = str(refusal.value)
     assert (
         "prefill-0 and decode-0 and decode-1 do not fit on cuda:0 (NVIDIA H200): 15.0 GiB of weights and 3 x 3.0"
@@ -152,29 +163,53 @@ def test_two_workers_on_one_device_without_room() -> None:
     assert "21.6 of 24.0 GiB may be used (23.0 free" in text
     assert "--prefill-devices, --decode-devices" in text
     with pytest.raises(DoesNotFitError, match="decode-0 does not fit"):
-        check({"decode-0": ("cuda:0",)}, detect({}, FakeNvml([140 * GIB], [4 * GIB])), NEED)
+        checked({"decode-0": ("cuda:0",)}, detect({}, FakeNvml([140 * GIB], [4 * GIB])))
 
 
 def test_no_peer_access_is_said_between_workers_and_refused_between_ranks() -> None:
     nvml = h200s(2, pairs={(0, 1): ("CHIPSET_NOT_SUPPORTED", "CHIPSET_NOT_SUPPORTED", "NOT_SUPPORTED")}, ancestor=50)
     topology = detect({}, nvml)
-    (note,) = check({"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}, topology, NEED)
+    (note,) = checked({"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}, topology)
     assert note.startswith("no peer access between cuda:0 (prefill-0) and cuda:1 (decode-0): across CPUs, the chipset")
     assert "host memory" in note
     with pytest.raises(
         UsageError, match=r"worker-0: no peer access between cuda:0 and cuda:1 \(across CPUs; the chipset"
     ):
-        check({"worker-0": ("cuda:0", "cuda:1")}, topology, NEED)
+        checked({"worker-0": ("cuda:0", "cuda:1")}, topology)
     with pytest.raises(UsageError, match="a device of a tensor-parallel worker is that worker's alone"):
-        check({"worker-0": ("cuda:0", "cuda:1"), "worker-1": ("cuda:1", "cuda:0")}, detect({}, h200s(2)), NEED)
+        checked({"worker-0": ("cuda:0", "cuda:1"), "worker-1": ("cuda:1", "cuda:0")}, detect({}, h200s(2)))
 
 
-def test_the_banner_says_devices_and_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relay.models.config import ModelConfig, RopeConfig
+UNCONNECTED = ("CHIPSET_NOT_SUPPORTED", "CHIPSET_NOT_SUPPORTED", "NOT_SUPPORTED")
 
-    model = ModelConfig(
-        "llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 8192, RopeConfig(5e5), tied_embeddings=False
+
+def test_ipc_by_name_needs_peers_where_kv_goes() -> None:
+    nvml = h200s(3, pairs={(0, 1): UNCONNECTED}, ancestor=50)
+    split = {"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",)}
+    with pytest.raises(UsageError) as refusal:
+        checked(split, detect({}, nvml), transport="ipc")
+    assert str(refusal.value) == (
+        "--transport ipc: no peer access between cuda:0 (prefill-0) and cuda:1 (decode-0): across CPUs, the chipset does not "
+        "support it; serve with --transport auto or shm, or choose devices that are peers (`relay devices` lists them)"
     )
+    assert checked(split, detect({}, h200s(2)), transport="ipc") == []
+    assert checked({"prefill-0": ("cuda:0",), "decode-0": ("cuda:0",)}, detect({}, nvml), transport="ipc") == []
+    apart = {"prefill-0": ("cuda:2",), "decode-0": ("cuda:0",), "decode-1": ("cuda:1",)}
+    assert checked(apart, detect({}, nvml), transport="ipc") == []
+    with pytest.raises(UsageError, match=r"cuda:2 \(prefill-0\) and cuda:1 \(decode-1\)"):
+        checked(apart, detect({}, h200s(3, pairs={(1, 2): UNCONNECTED})), transport="ipc")
+
+
+def test_the_transport_that_was_asked_for_is_checked() -> None:
+    topology = detect({}, h200s(2, pairs={(0, 1): UNCONNECTED}))
+    by_role = RoleDevices(("cuda:0",), ("cuda:1",))
+    config = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role, transport="ipc"))
+    with pytest.raises(UsageError, match="--transport ipc: no peer access"):
+        devices_command.device_lines(config, LLAMA_8B, topology)
+
+
+def test_the_banner_says_devices_and_placement() -> None:
+    model = LLAMA_8B
     by_role = RoleDevices(("cuda:0",), ("cuda:1",))
     config = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role))
     lines = devices_command.device_lines(config, model, detect({}, h200s(2)))
