@@ -208,6 +208,26 @@ def test_the_transport_that_was_asked_for_is_checked() -> None:
         devices_command.device_lines(config, LLAMA_8B, topology)
 
 
+def test_host_memory_is_said_of_a_p_and_a_d_alone() -> None:
+    nowhere = detect({}, h200s(4, pairs={(low, high): UNCONNECTED for high in range(4) for low in range(high)}))
+    assert checked({"worker-0": ("cuda:0",), "worker-1": ("cuda:1",)}, nowhere) == []
+    assert checked({"worker-0": ("cuda:0",), "worker-1": ("cuda:1",)}, nowhere, transport="ipc") == []
+    notes = checked({"prefill-0": ("cuda:0",), "decode-0": ("cuda:1",), "decode-1": ("cuda:2",)}, nowhere)
+    assert [note.partition("): ")[0] for note in notes] == [
+        "no peer access between cuda:0 (prefill-0) and cuda:1 (decode-0",
+        "no peer access between cuda:0 (prefill-0) and cuda:2 (decode-1",
+    ]
+    crossed = {"prefill-0": ("cuda:0",), "prefill-1": ("cuda:1",), "decode-0": ("cuda:1",), "decode-1": ("cuda:0",)}
+    assert len(checked(crossed, nowhere)) == 1, "one line for two devices"
+
+
+def test_of_ranks_the_first_moves_the_kv() -> None:
+    placement = {"prefill-0": ("cuda:0", "cuda:1"), "decode-0": ("cuda:2", "cuda:3")}
+    others = {(0, 3): UNCONNECTED, (1, 2): UNCONNECTED, (1, 3): UNCONNECTED}
+    assert checked(placement, detect({}, h200s(4, pairs=others)), transport="ipc") == []
+    assert len(checked(placement, detect({}, h200s(4, pairs={(0, 2): UNCONNECTED})))) == 1
+
+
 def test_the_banner_says_devices_and_placement() -> None:
     model = LLAMA_8B
     by_role = RoleDevices(("cuda:0",), ("cuda:1",))
