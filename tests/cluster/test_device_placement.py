@@ -54,6 +54,8 @@ def test_ranks_are_neighbours_of_the_list() -> None:
     [
         ({"prefill": ("cuda0",)}, "--prefill-devices must be cuda:N"),
         ({"decode": ("",)}, "--decode-devices must be cuda:N"),
+        ({"decode": ("cuda:\u0662",)}, "--decode-devices must be cuda:N"),  # Arabic two
+        ({"decode": ("cuda:01",)}, "--decode-devices must be cuda:N"),  # would be a second name of cuda:1
         ({"ranks": 9}, "--tensor-parallel-size must be between 1 and 8"),
         ({"decode": ("cuda:0", "cuda:1", "cuda:2"), "ranks": 2}, "names 3 devices, which is no multiple of the 2"),
         ({"decode": ("cuda:0", "cuda:0"), "ranks": 2}, "each rank of --tensor-parallel-size needs a device"),
@@ -118,6 +120,9 @@ def test_visible_devices_are_renumbered() -> None:
     assert [gpu.total_bytes // GIB for gpu in detect({"CUDA_VISIBLE_DEVICES": "2,0"}, nvml).gpus] == [3, 1]
     assert [gpu.total_bytes // GIB for gpu in detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}, nvml).gpus] == [2]
     assert detect({"CUDA_VISIBLE_DEVICES": ""}, nvml).gpus == ()
+    assert (
+        "\u0661 names what NVML does not list" in detect({"CUDA_VISIBLE_DEVICES": "\u0661"}, nvml).problem
+    )  # Arabic one
     assert "MIG-x names what NVML does not list" in detect({"CUDA_VISIBLE_DEVICES": "MIG-x"}, nvml).problem
 
 
