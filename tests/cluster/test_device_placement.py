@@ -1,5 +1,7 @@
 """Where workers go, what NVML tells of the machine, and the lines for what cannot work."""
 
+from typing import Any
+
 import pytest
 from click.testing import CliRunner
 from fake_nvml import GIB, FakeNvml, h200s
@@ -233,12 +235,64 @@ def test_of_ranks_the_first_moves_the_kv() -> None:
     assert len(checked(placement, detect({}, h200s(4, pairs={(0, 2): UNCONNECTED})))) == 1
 
 
+def test_every_two_ranks_must_be_peers() -> None:
+    topology = detect({}, h200s(3, pairs={(0, 2): UNCONNECTED}))
+    with pytest.raises(UsageError, match="worker-0: no peer access between cuda:0 and cuda:2"):
+        checked({"worker-0": ("cuda:0", "cuda:1", "cuda:2")}, topology)
+
+
+@pytest.mark.parametrize("kind", ["READ", "WRITE"])
+def test_peers_read_and_write(kind: str) -> None:
+    statuses = ("DISABLED_BY_REGKEY", "OK", "OK") if kind == "READ" else ("OK", "DISABLED_BY_REGKEY", "OK")
+    link = detect({}, h200s(2, pairs={(0, 1): statuses})).links[0, 1]
+    assert (link.peers, link.reason) == (False, "the driver's settings forbid it")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("scarce", ["total", "free"])
+@pytest.mark.parametrize("given", [0, 3 * GIB])
+def test_room_is_counted_to_the_byte(workers: int, scarce: str, given: int) -> None:
+    need = Need(weight_bytes=15 * GIB, kv_bytes=given, least_kv_bytes=GIB, utilization=0.5)
+    needed = 15 * GIB + workers * (2 * GIB + (given or GIB))
+    placement = {f"worker-{index}": ("cuda:0",) for index in range(workers)}
+
+    def gpu(allowed: int) -> Topology:
+        total, free = (2 * allowed, 2 * allowed) if scarce == "total" else (80 * GIB, allowed)
+        return detect({}, FakeNvml([total], [free]))
+
+    assert checked(placement, gpu(needed), need) == []
+    with pytest.raises(DoesNotFitError):
+        checked(placement, gpu(needed - 1), need)
+
+
+def test_the_longest_sequence_needs_room() -> None:
+    def need(ranks: int, **values: Any) -> Need:
+        devices = tuple(f"cuda:{rank}" for rank in range(ranks))
+        worker = WorkerConfig.of("cuda", by_role=RoleDevices(decode=devices, ranks=ranks), **values)
+        return devices_command.need_of(ServeConfig(model="m", prefill=0, worker=worker), LLAMA_8B)
+
+    token = 2 * 32 * 8 * 128 * 2  # K and V of each layer, head and dimension, in 16 bits
+    assert need(1).least_kv_bytes == 64 * token  # one block
+    assert need(1, max_model_len=8192).least_kv_bytes == 8192 * token == GIB
+    assert need(2, max_model_len=8192).least_kv_bytes == GIB // 2
+    assert need(2, kv_cache_memory_bytes=GIB).kv_bytes == GIB // 2
+    worker = WorkerConfig.of("cuda", max_model_len=8192, gpu_memory_utilization=1.0)
+    config = ServeConfig(model="m", prefill=0, worker=worker)
+    room = devices_command.need_of(config, LLAMA_8B).weight_bytes + 2 * GIB
+    with pytest.raises(DoesNotFitError, match=r"3\.0 GiB for KV and overhead"):
+        devices_command.device_lines(config, LLAMA_8B, detect({}, FakeNvml([80 * GIB], [room + GIB - 1])))
+    assert devices_command.device_lines(config, LLAMA_8B, detect({}, FakeNvml([80 * GIB], [room + GIB])))
+
+
 def test_the_banner_says_devices_and_placement() -> None:
     model = LLAMA_8B
     by_role = RoleDevices(("cuda:0",), ("cuda:1",))
     config = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role))
     lines = devices_command.device_lines(config, model, detect({}, h200s(2)))
     assert lines[-1] == "prefill-0 on cuda:0, decode-0 on cuda:1"
+    noted = devices_command.device_lines(config, model, detect({}, h200s(2, pairs={(0, 1): UNCONNECTED})))
+    assert noted[-2] == lines[-1]
+    assert noted[-1].startswith("no peer access between cuda:0 (prefill-0) and cuda:1 (decode-0)")
     assert 14.9 < devices_command.need_of(config, model).weight_bytes / GIB < 15.0  # 8.03 billion weights of 2 bytes
     halved = ServeConfig(model="m", worker=WorkerConfig.of("cuda", by_role=by_role, quantization="int8"))
     assert 7.9 < devices_command.need_of(halved, model).weight_bytes / GIB < 8.0  # the embedding stays as it is
