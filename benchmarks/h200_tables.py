@@ -70,17 +70,41 @@ def steps(result: Result, table: Table, number: Number) -> list[str]:
     return found
 
 
+def host(result: Result, table: Table, number: Number) -> list[str]:
+    """What a step with a prompt needs of the processor, from its graph and op by op (``benchmarks.gpu_host``)."""
+    found = []
+    for name, rows in result.items():
+        if f"{name}: captured at start" not in result:
+            continue
+        cells = [
+            [
+                f"{chunk} tokens",
+                number(row["device_ms"]),
+                *(number(row[kind]) if row["graph"] else "–" for kind in ("wall_ms", "queue_ms")),
+                number(row["eager_ms"]),
+                number(row["cut_ms"]),
+            ]
+            for chunk, row in rows.items()
+        ]
+        header = ["on the GPU, ms", "from its graph: until drawn", "queued", "op by op: queued", "layer by layer"]
+        at_start = result[f"{name}: captured at start"]
+        found.append(table([f"{name}: prompt + decode rows", *header], cells))
+        found.append(f"{at_start['graphs']} graphs captured at start in {number(at_start['seconds'])} s.")
+    return found
+
+
 def attention(result: Result, table: Table, number: Number) -> list[str]:
     """Prefill attention of each kernel, by prompt length; decode attention of each tile; what was compared."""
-    rows = result.get("prefill_tflops")
-    if not rows:
+    kind = next((name.removeprefix("prefill_tflops") for name in result if name.startswith("prefill_tflops")), None)
+    if kind is None:
         return []
+    rows = result["prefill_tflops" + kind]
     decodes = result.get("decode", {})
     tiles = list(dict.fromkeys(tile for row in decodes.values() for tile in row["share"]))
     shares = [[name, *(f"{100 * row['share'][tile]:.1f} %" for tile in tiles)] for name, row in decodes.items()]
     found = [
         wrong
-        for case in result.get("different_rows", {}).values()
+        for case in result.get("different_rows" + kind, {}).values()
         for what, wrong in case.items()
         if what.startswith(("prefill", "decode"))
     ]
@@ -89,7 +113,7 @@ def attention(result: Result, table: Table, number: Number) -> list[str]:
         [f"{int(tokens):,} tokens", *(number(row.get(column)) for column in columns)] for tokens, row in rows.items()
     ]
     return [
-        table(["prefill attention, TFLOP/s", *columns], cells),
+        table([f"prefill attention{kind.replace('_', ', ')}, TFLOP/s", *columns], cells),
         *([table(["decode attention, share of the copy rate by rows/warps/stages", *tiles], shares)] if shares else []),
         *([f"{len(found)} comparisons of every row, {sum(map(bool, found))} with rows that differ."] if found else []),
     ]
@@ -278,6 +302,7 @@ def suite(result: Result, table: Table, number: Number) -> list[str]:
 
 READERS: tuple[Reader, ...] = (
     steps,
+    host,
     attention,
     linears,
     tall_linears,

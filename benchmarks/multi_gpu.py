@@ -13,6 +13,7 @@ other has nothing of its requests and computes them whole. ``recomputed_tokens``
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -238,6 +239,8 @@ class Bench:
 
     def external(self, port: int, model: str) -> dict[str, Any]:
         """The same load on another server that listens on ``port`` of this machine."""
+        with socket.create_connection(("127.0.0.1", port), timeout=5):  # raises where nobody listens
+            pass
         server = _External(f"http://127.0.0.1:{port}", model)
         return self.loads(self._setup.factors, server, ("vllm", model))
 
@@ -320,6 +323,15 @@ def transferred(before: dict[str, float], after: dict[str, float]) -> dict[str, 
     return since
 
 
+def gpus() -> int:
+    """How many there are."""
+    import os
+
+    from relay.cluster.nvml import detect
+
+    return len(detect(os.environ).gpus)
+
+
 def topology() -> Any:
     """What NVML says of this machine."""
     import os
@@ -367,6 +379,8 @@ def main() -> None:
         if arguments.plan:
             return
         run.part("topology", 0, topology)
+        if setup.backend == "cuda" and (found := gpus()) < len(setup.devices):
+            raise SystemExit(f"NVML shows {found} GPUs, this needs {len(setup.devices)}; --cpu --tiny tries the script")
 
         def prepare() -> dict[str, float]:
             if not pack.exists():
@@ -385,6 +399,7 @@ def main() -> None:
         run.found["compared"] = compared(run.found["parts"])
         run.save()
         print(json.dumps({"compared": run.found["compared"], "problems": run.found["problems"]}, indent=1))
+        raise SystemExit(any(run.failed(name) for name in run.found["problems"]))
 
 
 if __name__ == "__main__":

@@ -60,15 +60,25 @@ def headline(document: Document, number: Number) -> str:
         f"times better. It costs the first token ({first} against {other_first} ms at the median) and, once a request, the gap "
         f"in which it changes hands (median {second}, p99 {second_most} ms)"
     )
-    backlogs = [
-        part["backlog"]["all_tokens_per_s"] for part in budgets(parts, "colocated").values() if "backlog" in part
-    ]
+    backlogs = {
+        budget: part["backlog"]["all_tokens_per_s"]
+        for budget, part in budgets(parts, "colocated").items()
+        if "backlog" in part
+    }
     if backlogs and "backlog" in parts["split"]:
-        share = parts["split"]["backlog"]["all_tokens_per_s"] / max(backlogs)
-        text += f"; a backlog is worked off at {share:.2f} of their rate"
+        rate = parts["split"]["backlog"]["all_tokens_per_s"]
+        best = " / ".join(
+            f"{rate / backlogs[one]:.2f}" for one in dict.fromkeys(row["budget"] for row in ratios.values())
+        )
+        text += f"; a backlog is worked off at {best} of their rate, {rate / max(backlogs.values()):.2f} of the fastest budget's"
     text += "."
     shares = [row["after_share_of_copy_rate"] for row in parts.get("kv", {}).values() if isinstance(row, dict)]
     missed = []
+    if min(row["itl_p99"] for row in ratios.values()) < 3:
+        missed.append("three times shorter gaps than the best token budget")
+    goodputs = [row["goodput"] for row in ratios.values() if row["goodput"] is not None]  # None: they had none at all
+    if goodputs and (least := min(goodputs)) < 1.2:
+        missed.append(f"1.2 times its goodput at every load ({number(least)} at the lowest)")
     if shares and min(shares) < 0.8:
         missed.append(
             f"a burst of KV at 80 % of the copy rate (it is {100 * min(shares):.0f} to {100 * max(shares):.0f})"
@@ -182,8 +192,7 @@ def kills_table(parts: Parts, table: Table, number: Number) -> str:
         again = row["recomputed_tokens"] / row["resumed"] if row["resumed"] else None
         cells = [f"{row['resumed']} of {row['streams']}", number(row["tokens_at_kill"]), number(again)]
         cells += [number(row["next_token_ms_of_disturbed"][share]) for share in ("p50", "p99")]
-        cells += [str(row["different_outputs"]), number(row["victim_ready_again_s"])]
-        rows.append([what, *cells])
+        rows.append([what, *cells, str(row["different_outputs"])])
     header = [
         "",
         "resumed",
@@ -193,7 +202,7 @@ def kills_table(parts: Parts, table: Table, number: Number) -> str:
         "p99, ms",
         "outputs that differ",
     ]
-    return table([*header, "victim ready again, s"], rows)
+    return table(header, rows)
 
 
 def goals_table(parts: Parts, table: Table, number: Number) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -130,6 +131,28 @@ def test_a_part_that_fails_or_finds_no_time_is_recorded_and_the_rest_runs(tmp_pa
     assert "ZeroDivisionError" in found["problems"]["bad"]
     assert found["problems"]["long"].startswith("skipped: ")
     assert "not run" in found["vllm"]["note"]
+
+
+def test_without_gpus_nothing_is_written_but_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("16 GB of weights for nothing")
+
+    monkeypatch.setattr(multi_gpu, "write", never)
+    monkeypatch.setattr(multi_gpu, "gpus", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["multi_gpu", "--out", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit, match="NVML shows 1 GPUs, this needs 2"):
+        multi_gpu.main()
+
+
+def test_a_server_that_is_not_there_is_a_problem_and_no_row_of_zeros(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = Run(tmp_path / "out.json", 100, "cpu")
+    bench = multi_gpu.Bench(CPUS, tmp_path / "pack", tmp_path, run)
+    assert run.part("vllm", 0, lambda: bench.external(port, "m")) is None
+    assert run.failed("vllm")
+    assert "note" in run.found["vllm"]
 
 
 def test_the_file_is_json_although_some_percentiles_are_of_nothing(tmp_path: Path) -> None:

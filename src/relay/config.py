@@ -226,6 +226,10 @@ class ServeConfig:
         check(self.served_model_name != "", "--served-model-name must not be empty")
         check(0 <= self.prefill <= 64, "--prefill must be between 0 and 64")
         check(1 <= self.decode <= 64, "--decode must be between 1 and 64 (with --prefill 0 they do both phases)")
+        check(
+            self.prefill > 0 or not self.worker.by_role.prefill,
+            "--prefill-devices names devices, but with --prefill 0 there are no prefill workers; name them in --decode-devices",
+        )
         check(self.seed is None or 0 <= self.seed < 1 << 64, "--seed must be between 0 and 2^64 - 1")
         check(self.grace_s >= 0, "--grace must be a number of seconds of at least 0")
         check(self.log_level in LOG_LEVELS, f"--log-level: {self.log_level!r} is none of {', '.join(LOG_LEVELS)}")

@@ -10,7 +10,7 @@ MAX_RANKS = 8
 GPU_OVERHEAD_BYTES = (
     2 << 30
 )  # of each process on a GPU: CUDA context, library workspaces and captured graphs, which torch does not count
-_DEVICE = re.compile(r"cuda:\d{1,3}")
+_DEVICE = re.compile(r"cuda:(0|[1-9][0-9]{0,2})")  # one name a device
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,20 @@ def test_flags_of_gpus_are_refused_without_one(capsys, backend, command, flags, 
     assert one_line(capsys, command, "--backend", backend, *flags) == f"relay: {words.format(backend)}\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--prefill", "0", "--prefill-devices", "cuda:0", "--decode-devices", "cuda:1"),
+            "--prefill-devices names devices, but with --prefill 0 there are no prefill workers",
+        ),
+        (("--decode", "0", "--decode-devices", "cuda:1"), "--decode must be between 1 and 64"),
+    ],
+)
+def test_devices_of_a_role_without_workers_are_refused(capsys, flags, words):
+    assert one_line(capsys, "serve", "--backend", "cuda", *flags).startswith(f"relay: {words}")
+
+
 def test_what_nobody_gave_is_no_flag():
     for backend in DEFAULTS:
         worker = WorkerConfig.of(backend, devices=None, gpu_memory_utilization=None)

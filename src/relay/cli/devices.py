@@ -32,7 +32,7 @@ def device_lines(config: ServeConfig, model: ModelConfig, topology: Topology) ->
     """For the banner: what there is, who gets what, what to know. Raises UsageError or DoesNotFitError where that cannot work."""
     worker = config.worker
     placement = place(config.slots, worker.devices, worker.by_role)
-    notes = check(placement, topology, need_of(config, model))
+    notes = check(placement, dict(config.slots), topology, need_of(config, model), worker.transport)
     placed = ", ".join(f"{name} on {' + '.join(devices)}" for name, devices in placement.items())
     return [*describe(topology), placed, *notes]
 

@@ -67,8 +67,11 @@ def run_supervisor(config: ServeConfig) -> int:
     console = Console(sys.stderr.fileno())
     log_to(console, config.log_level)
     try:
-        with contextlib.closing(open_listener(config.host, config.port)) as listener:
-            return uvloop.run(Supervisor(config, listener, console).run())
+        with (
+            contextlib.closing(open_listener(config.host, config.port)) as listener,
+            contextlib.closing(Supervisor(config, listener, console)) as supervisor,
+        ):
+            return uvloop.run(supervisor.run())
     finally:
         console.finish(CONSOLE_WAIT_S)
 
@@ -339,6 +342,9 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
         await self._workers.close(0.0 if hurry or self._signals > 1 else STOP_GRACE_S)
+
+    def close(self) -> None:
+        """After ``run``, also where it raised before anything was started."""
         for gateway in self._gateways:
             gateway.listener.close()
 

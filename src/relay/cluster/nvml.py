@@ -69,7 +69,7 @@ def _visible(given: str | None, uuids: list[str]) -> list[int] | None:
         return list(range(len(uuids)))
     found: list[int] = []
     for part in (part.strip() for part in given.split(",")):
-        if part.isdecimal() and int(part) < len(uuids):
+        if part.isascii() and part.isdecimal() and int(part) < len(uuids):
             found.append(int(part))
             continue
         if part in ("", "-1", "NoDevFiles"):

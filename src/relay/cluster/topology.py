@@ -77,10 +77,12 @@ def describe(topology: Topology) -> list[str]:
     return lines
 
 
-def check(placement: Mapping[str, tuple[str, ...]], topology: Topology, need: Need) -> list[str]:
+def check(
+    placement: Mapping[str, tuple[str, ...]], roles: Mapping[str, str], topology: Topology, need: Need, transport: str
+) -> list[str]:
     """What people should know although it works. Raises UsageError or DoesNotFitError, one line, for what cannot work.
 
-    Nothing is refused where nothing is known of the devices.
+    ``placement`` and ``roles`` by worker. Nothing is refused where nothing is known of the devices.
     """
     if topology.problem:
         return []
@@ -95,7 +97,7 @@ def check(placement: Mapping[str, tuple[str, ...]], topology: Topology, need: Ne
         _check_room(device, workers, placement, topology, need)
     for worker, devices in placement.items():
         _check_ranks(worker, devices, topology)
-    return _host_paths(placement, topology)
+    return _host_paths(placement, roles, topology, transport)
 
 
 def _check_exists(worker: str, device: str, topology: Topology) -> None:
@@ -147,19 +149,33 @@ def _check_ranks(worker: str, devices: tuple[str, ...], topology: Topology) -> N
                 )
 
 
-def _host_paths(placement: Mapping[str, tuple[str, ...]], topology: Topology) -> list[str]:
-    """A line for every pair of devices of different workers between which KV must go through host memory."""
-    notes: dict[tuple[str, str], str] = {}
-    workers = list(placement.items())
-    for index, (first_worker, first_devices) in enumerate(workers):
-        for second_worker, second_devices in workers[index + 1 :]:
-            for first in first_devices:
-                for second in second_devices:
-                    link = topology.link(first, second)
-                    if link is not None and not link.peers and (first, second) not in notes:
-                        notes[first, second] = (
-                            f"no peer access between {first} ({first_worker}) and {second} ({second_worker}): {link.path}, "
-                            f"{link.reason}; KV between them goes through host memory; for the direct way choose devices that "
-                            "are peers (`relay devices` lists them)"
-                        )
-    return list(notes.values())
+def _host_paths(
+    placement: Mapping[str, tuple[str, ...]], roles: Mapping[str, str], topology: Topology, transport: str
+) -> list[str]:
+    """A line for every two devices of a P and a D between which KV must go through host memory. Raises UsageError for ``ipc``.
+
+    Of a worker's ranks the first moves the KV of all.
+    """
+    first_devices: dict[str, dict[str, str]] = {"prefill": {}, "decode": {}}  # role → device → one worker on it
+    for worker, devices in placement.items():
+        if roles[worker] in first_devices:
+            first_devices[roles[worker]].setdefault(devices[0], worker)
+    notes: list[str] = []
+    told: set[frozenset[str]] = set()
+    for source, prefill in first_devices["prefill"].items():
+        for target, decode in first_devices["decode"].items():
+            link, pair = topology.link(source, target), frozenset((source, target))
+            if link is None or link.peers or pair in told:
+                continue
+            told.add(pair)
+            found = f"no peer access between {source} ({prefill}) and {target} ({decode}): {link.path}, {link.reason}"
+            if transport == "ipc":
+                raise UsageError(
+                    f"--transport ipc: {found}; serve with --transport auto or shm, or choose devices that are peers "
+                    "(`relay devices` lists them)"
+                )
+            notes.append(
+                f"{found}; KV between them goes through host memory; for the direct way choose devices that are peers "
+                "(`relay devices` lists them)"
+            )
+    return notes

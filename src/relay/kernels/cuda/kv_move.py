@@ -17,7 +17,7 @@ from relay.kernels.cuda.launch import power_of_two_from
 from relay.kernels.cuda.launcher import Launcher, Options
 from relay.kernels.kv_frames import GOLDEN, MIX, KvRange
 
-TOKENS = 4  # of one program: with 4 warps the fastest of 20 between two H200s and within one (8 by 4 warps: 0.93 and 0.77 of it)
+TOKENS = 4  # of one program: with 4 warps the fastest between two H200s and within one
 # Words of a plan that describe one frame: offset, table, first, count, layer, layers, then twice two numbers of 16 bits: the first
 # head in this cache and how many are moved; where they begin among the frame's heads and how many it has.
 FIELDS = 8
